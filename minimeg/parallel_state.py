@@ -1,0 +1,192 @@
+"""From the grid to this process's groups: the one place where devices, backends and process groups are made.
+
+Megatron-LM keeps its groups in module globals behind some eighty getters. Here ``initialize_model_parallel`` returns one
+:class:`ParallelState`, and whoever needs a group is handed it: ``state.tp``, ``state.pp``, ... (the docs' dictionary page maps
+each of Megatron's getters to ours).
+
+The rule that everything rests on (pytorch issue 25390): **every process makes every group, in the same order**, also those it is
+not in. gloo forgives a mistake here and NCCL hangs, so a test records the sequence.
+
+See it run: ``python -m torch.distributed.run --nproc-per-node 4 -m minimeg.demos.groups``.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import HashStore, PrefixStore, Store, TCPStore, _get_default_store
+
+from minimeg.comm import Group
+from minimeg.grid import Grid
+
+# The axes for which groups are made, in this order, and the attribute of ParallelState that holds each.
+AXES = {"tp": "tp", "cp": "cp", "dp": "dp", "dp_cp": "dp-cp", "pp": "pp", "mp": "tp-pp"}
+
+
+@dataclass(frozen=True, eq=False)
+class ParallelState:
+    """This process's place in the grid and the groups it belongs to. ``with`` frees the groups at the end.
+
+    ``mp`` is the model-parallel group (tp x pp): the ranks that together hold one copy of the model. ``embedding`` joins the
+    first and the last pipeline stage, which both hold a tied word embedding; None on the stages between.
+    """
+
+    grid: Grid
+    rank: int
+    device: torch.device
+    world: Group
+    tp: Group
+    cp: Group
+    dp: Group
+    dp_cp: Group
+    pp: Group
+    mp: Group
+    embedding: Group | None
+
+    def destroy(self) -> None:
+        """Free the process groups made here (not the default one). Every rank must call it."""
+        groups = [self.tp, self.cp, self.dp, self.dp_cp, self.pp, self.mp, self.embedding]
+        handles = {id(g.handle): g.handle for g in groups if g is not None and g.handle not in (None, dist.group.WORLD)}
+        for handle in handles.values():
+            dist.destroy_process_group(handle)
+
+    def __enter__(self) -> ParallelState:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:  # after an error the ranks are out of step: a clean farewell could hang
+            self.destroy()
+
+
+def pick_device(local_rank: int, local_world_size: int, device: str = "auto") -> tuple[torch.device, str, bool]:
+    """The only place that says "cuda": -> (device, backend, stage through host memory).
+
+    A GPU for each rank of this machine: NCCL. Fewer: ranks share GPUs, talk over gloo and stage through host memory, since NCCL
+    refuses two ranks on one GPU. None: the CPU and gloo.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f'device must be "auto", "cpu" or "cuda", got {device!r}')
+    gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    if gpus == 0:
+        if device == "cuda":
+            raise ValueError('device="cuda": this machine has no usable GPU; use device="cpu" or "auto"')
+        return torch.device("cpu"), "gloo", False
+    chosen = torch.device("cuda", local_rank % gpus)
+    torch.cuda.set_device(chosen)
+    if gpus >= local_world_size:
+        return chosen, "nccl", False
+    if local_rank == 0:
+        warnings.warn(f"{local_world_size} ranks share {gpus} GPU(s): gloo, staged through host memory", stacklevel=3)
+    return chosen, "gloo", True
+
+
+def _environment(name: str, default: int | None) -> int:
+    value = os.environ.get(name)
+    if value is None and default is None:
+        raise ValueError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} but {name} is not set: start with "
+            "python -m torch.distributed.run --nproc-per-node N ..., or unset WORLD_SIZE for a single process"
+        )
+    try:
+        return int(value) if value is not None else int(default or 0)
+    except ValueError:
+        raise ValueError(f"environment variable {name} must be an integer, got {value!r}") from None
+
+
+def world_size_of_environment() -> int:
+    """Number of processes: of the initialised torch.distributed, else of torchrun's environment, else 1."""
+    return dist.get_world_size() if dist.is_initialized() else _environment("WORLD_SIZE", 1)
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    context_parallel_size: int = 1,
+    order: str = "tp-cp-ep-dp-pp",
+    backend: str | None = None,
+    timeout_seconds: float = 60,
+    device: str = "auto",
+) -> ParallelState:
+    """Check the layout, start torch.distributed if nobody has, make the groups, and say where this process stands.
+
+    The data-parallel size is what remains: world / (t p c). Every wait in these groups ends after ``timeout_seconds``.
+
+    Raises:
+        ValueError: before any process group exists, with all faults of the layout and a legal alternative.
+    """
+    grid = Grid(
+        world_size_of_environment(),
+        tp=tensor_model_parallel_size,
+        cp=context_parallel_size,
+        pp=pipeline_model_parallel_size,
+        order=order,
+    )
+    if not timeout_seconds > 0:
+        raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}")
+    local_world_size = _environment("LOCAL_WORLD_SIZE", grid.world_size)
+    place, natural_backend, stage = pick_device(_environment("LOCAL_RANK", 0), local_world_size, device)
+    timeout = timedelta(seconds=timeout_seconds)
+    if not dist.is_initialized():
+        _start(grid.world_size, backend or natural_backend, timeout)
+    rank = dist.get_rank()
+    used_backend = backend or dist.get_backend()
+    stage = place.type == "cuda" and "nccl" not in used_backend
+    store = _message_store(used_backend, timeout)
+    coordinates = " ".join(f"{axis}={at}" for axis, at in grid.coordinates(rank).items() if grid.sizes[axis] > 1)
+    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(grid.world_size)): dist.group.WORLD}
+
+    def mine(name: str, partition: list[list[int]]) -> Group | None:
+        found = None
+        for ranks in map(tuple, partition):
+            if len(ranks) > 1 and ranks not in made:
+                made[ranks] = dist.new_group(list(ranks), timeout=timeout, backend=used_backend)
+            if rank in ranks:
+                handle = made.get(ranks) if len(ranks) > 1 else None
+                found = Group(ranks, ranks.index(rank), name, handle, stage, coordinates, store)
+        return found
+
+    groups = {attribute: _present(mine(name, grid.groups(name))) for attribute, name in AXES.items()}
+    world = _present(mine("world", [list(range(grid.world_size))]))
+    embedding = mine("embedding", grid.embedding_groups())
+    return ParallelState(grid=grid, rank=rank, device=place, world=world, embedding=embedding, **groups)
+
+
+def _present(group: Group | None) -> Group:
+    assert group is not None, "the groups of an axis cover every rank"
+    return group
+
+
+def _start(world_size: int, backend: str, timeout: timedelta) -> None:
+    if world_size == 1 and "MASTER_ADDR" not in os.environ:
+        # A single process needs no rendezvous, and so no free port.
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    _environment("RANK", None)
+    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "29500")
+    try:
+        dist.init_process_group(backend, timeout=timeout)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise ConnectionError(
+            f"no rendezvous at {address}:{port} within {timeout.total_seconds():.0f} s ({str(error).splitlines()[0]}); "
+            "is the port busy? Choose another: --master-port 0 on one machine picks a free one"
+        ) from error
+
+
+def _message_store(backend: str, timeout: timedelta) -> Store | None:
+    """The rendezvous' TCPStore, by which gloo's messages are checked (NCCL reports unequal sizes itself)."""
+    store = _get_default_store()
+    base = store
+    while isinstance(base, PrefixStore):
+        base = base.underlying_store
+    if backend != "gloo" or not isinstance(base, TCPStore):
+        return None
+    store.set_timeout(timeout)
+    return store

@@ -1,0 +1,1 @@
+"""References that import nothing from minimeg: every equality test compares with them."""

@@ -16,6 +16,7 @@ See it run: ``python -m torch.distributed.run --nproc-per-node 4 -m minimeg.demo
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -155,6 +156,18 @@ class Group:
             dist.broadcast(buffer, self.ranks[src], group=self.handle)
             RECORDER.finish(entry)
         return buffer.to(x.device)
+
+    def all_gather_json(self, value: Any) -> list[Any]:
+        """Each rank's ``value`` (anything JSON can hold), in rank order, on every rank. No pickle: nothing received is run."""
+        text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+        if self.size == 1:
+            return [value]
+        device = "cuda" if dist.get_backend(self.handle) == "nccl" else "cpu"
+        lengths = self.all_gather(torch.tensor([len(text)], device=device)).tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+        padded[: len(text)] = text.to(device)
+        texts = self.all_gather(padded).view(self.size, -1).cpu()
+        return [json.loads(bytes(row[:length].tolist())) for row, length in zip(texts, lengths, strict=True)]
 
     # ---- messages: between two ranks ---------------------------------------------------------------------------------------
 

@@ -20,7 +20,8 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import HashStore, PrefixStore, Store, TCPStore, _get_default_store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.distributed_c10d import _get_default_store
 
 from minimeg.comm import Group
 from minimeg.grid import Grid

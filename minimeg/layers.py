@@ -221,6 +221,7 @@ def vocabulary_shard(
         parts=group.size,
         padded=-vocab_size % group.size,
         tied_to=tied_to,
+        tied=tied_to is not None,
         init=init or normal(),
     )
 

@@ -52,6 +52,7 @@ class Shard:
         padded: rows added at the end of ``dim`` so that ``parts`` divides it. They take no part in anything.
         partial_over_tp: the parameter is replicated, but each rank saw only part of the tokens (sequence parallelism), so its
             gradients must be summed over the tensor-parallel group, once.
+        tied: another pipeline stage holds a copy of this parameter; their gradients must be added.
         tied_to: global name of the parameter that this one is a copy of (the head of a tied model on the last stage).
         init: fills the full tensor; see :func:`initialise`.
     """
@@ -64,6 +65,7 @@ class Shard:
     padded: int = 0
     partial_over_tp: bool = False
     tied_to: str | None = None
+    tied: bool = False
     init: Initialiser = field(default_factory=normal, compare=False, repr=False)
 
     @property

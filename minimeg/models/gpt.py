@@ -17,7 +17,7 @@ Source: Shoeybi et al. 2019, figures 2-4. See it run: ``notebooks/00_start_here.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -281,6 +281,9 @@ class GPT(nn.Module):
         self.is_first, self.is_last = virtual_stage == 0, virtual_stage == virtual_stages - 1
         if self.is_first:
             self.embedding = Embedding(config, group)
+            if config.tied and not self.is_last:
+                words = self.embedding.word_embeddings
+                words.set_shard("weight", replace(words.own_shards()["weight"], tied=True))
         indices = layers_of(virtual_stage, virtual_stages, config.num_layers)
         self.layers = nn.ModuleDict({str(i): TransformerLayer(config, group, i) for i in indices})
         if self.is_last:
@@ -303,6 +306,10 @@ class GPT(nn.Module):
                 )
             s //= self.group.size
         return (s, b, self.config.hidden_size), self.causal_bias.dtype
+
+    def output_shape(self, microbatch: MicroBatch) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of what a stage before the last puts out: all stages are equally wide."""
+        return self.input_shape(microbatch)
 
     def forward(self, x: Tensor | None, microbatch: MicroBatch) -> Tensor:
         key = Key(self.seed, step=microbatch.step, microbatch=microbatch.index) if self.training else None

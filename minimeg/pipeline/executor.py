@@ -1,0 +1,284 @@
+"""One executor for every schedule: it carries out the steps of ``plan(schedule)`` and knows no schedule by name.
+
+    Recv(transfer)   post a receive, wait for nothing
+    Run(action)      F, B or W of one micro-batch in one chunk; waits for the messages it needs
+    Send(transfer)   begin to send, wait for nothing
+    Free(transfer)   the receiver is known to have the message: let go of it
+
+What is kept between F and B decides the memory of a pipeline, so this file keeps little:
+
+* of what it sent, only the *gradient edge*: the place in the autograd graph where the gradient will enter. The output itself is
+  dropped once its message has left (Megatron-LM's ``deallocate_output_tensor``, without its trick of shrinking the data);
+* of the last stage, the graph of the loss, and no logits.
+
+F and B of a micro-batch meet across ranks in the shapes they expect, and both ends compute those from the same micro-batch.
+
+Source: Narayanan et al. 2021, section 2.2, for the schedules; Qi et al. 2023 for W. See it run: ``notebooks/06_pipelines.ipynb``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from minimeg.comm import Group, Pending, phase
+from minimeg.linear import WeightGradientStore
+from minimeg.pipeline.recorder import Recorder
+from minimeg.schedule import Action, Schedule, Transfer, plan, prove
+from minimeg.schedule.messages import Free, Recv, Run, Send, Step
+
+Shape = tuple[tuple[int, ...], torch.dtype]
+Slot = tuple[int, int]  # (chunk, micro-batch)
+
+
+class Stage(Protocol):
+    """What a chunk must offer: a module of one virtual stage."""
+
+    def __call__(self, x: Tensor | None, microbatch: Any) -> Tensor:
+        """x is None on the first virtual stage, which reads the micro-batch itself."""
+
+    def input_shape(self, microbatch: Any) -> Shape:
+        """Shape and dtype of x."""
+
+    def output_shape(self, microbatch: Any) -> Shape:
+        """Shape and dtype of what the call returns (not asked of the last virtual stage)."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run did.
+
+    Attributes:
+        loss: sum of the micro-batches' losses / normaliser, the same number on every rank of the pipeline.
+        actions: what this rank executed, in order.
+        peak_in_flight: most (chunk, micro-batch) pairs at once whose forward was done and whose last backward was not.
+        peak_sends: most messages at once that this rank had sent and not freed.
+    """
+
+    loss: Tensor
+    actions: tuple[Action, ...]
+    peak_in_flight: int
+    peak_sends: int
+
+
+@lru_cache(maxsize=64)
+def _proven_plan(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
+    """Nothing is executed unproven."""
+    prove(schedule)
+    return plan(schedule)
+
+
+def run(
+    schedule: Schedule,
+    chunks: Sequence[Any],
+    microbatches: Sequence[Any],
+    *,
+    group: Group,
+    loss: Callable[[Tensor, Any], Tensor],
+    normaliser: float | Tensor,
+    on_gradients_ready: Callable[[int], None] | None = None,
+    learning_rate: float | None = None,
+    recorder: Recorder | None = None,
+) -> Result:
+    """Execute this rank's part of a schedule. Every rank of ``group`` calls it; gradients add to ``param.grad``.
+
+    Args:
+        chunks: this rank's n modules (see :class:`Stage`); chunk c is virtual stage ``schedule.virtual_stage(rank, c)``.
+        microbatches: all m of the step, the same list on every rank of the pipeline. Lengths may differ between them.
+        loss: (output of the last virtual stage, micro-batch) -> scalar, the *sum* over the valid tokens.
+        normaliser: the loss is divided by it; the number of valid tokens in the whole global batch.
+        on_gradients_ready: called with a chunk's number once its last backward is done.
+        learning_rate: for the schedules that update while they run (PipeDream); None for all others.
+
+    Raises:
+        ScheduleError: the schedule is not proven; nothing has been sent.
+        ValueError: sizes that do not fit, all faults in one message; nothing has been sent.
+    """
+    _check(schedule, chunks, microbatches, group, normaliser, learning_rate)
+    steps = _proven_plan(schedule)[group.rank]
+    executor = _Executor(schedule, chunks, microbatches, group, loss, normaliser, on_gradients_ready, recorder)
+    return executor.run(steps)
+
+
+def _check(
+    schedule: Schedule,
+    chunks: Sequence[Any],
+    microbatches: Sequence[Any],
+    group: Group,
+    normaliser: float | Tensor,
+    learning_rate: float | None,
+) -> None:
+    faults = []
+    if group.size != schedule.stages:
+        faults.append(f"the schedule has {schedule.stages} stages, but the group {group.name} has {group.size} ranks")
+    if len(chunks) != schedule.chunks:
+        faults.append(f"the schedule wants {schedule.chunks} chunks a rank, got {len(chunks)}")
+    if len(microbatches) != schedule.microbatches:
+        faults.append(f"the schedule wants {schedule.microbatches} micro-batches, got {len(microbatches)}")
+    if not float(normaliser) > 0:
+        faults.append(f"normaliser must be positive, got {float(normaliser)}; it counts the valid tokens of the batch")
+    if schedule.updates == "flush" and learning_rate is not None:
+        faults.append(
+            "learning_rate is for schedules that update while they run; leave it out and step an optimizer after run"
+        )
+    if faults:
+        raise ValueError(f"cannot run {schedule.name}:\n  " + "\n  ".join(faults))
+
+
+@dataclass
+class _Executor:
+    """The state of one run on one rank. All dictionaries are empty again at the end: every message meets its action."""
+
+    schedule: Schedule
+    chunks: Sequence[Any]
+    microbatches: Sequence[Any]
+    group: Group
+    loss: Callable[[Tensor, Any], Tensor]
+    normaliser: float | Tensor
+    on_gradients_ready: Callable[[int], None] | None
+    recorder: Recorder | None
+    actions: list[Action] = field(default_factory=list)
+    receives: dict[Action, Pending] = field(default_factory=dict)  # by the action that will use the message
+    handed_over: dict[Action, Tensor] = field(default_factory=dict)  # the same, between chunks of this rank
+    outbox: dict[Action, Tensor] = field(default_factory=dict)  # by the action that produced the message
+    sends: dict[Transfer, Pending] = field(default_factory=dict)
+    inputs: dict[Slot, Tensor] = field(default_factory=dict)
+    roots: dict[Slot, GradientEdge | None] = field(default_factory=dict)
+    in_flight: set[Slot] = field(default_factory=set)
+    peak_in_flight: int = 0
+    peak_sends: int = 0
+
+    def __post_init__(self) -> None:
+        mine = self.schedule.ranks[self.group.rank]
+        self.trains = any(action.kind == "B" for action in mine)
+        self.device = next((p.device for chunk in self.chunks for p in chunk.parameters()), torch.device("cpu"))
+        self.total = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.stores = [WeightGradientStore() for _ in self.chunks] if self.schedule.split else []
+        self.last_backward = {action.chunk: action for action in mine if action.kind in "BW"}
+        self.last_kind = "W" if self.schedule.split else "B"
+
+    def run(self, steps: Sequence[Step]) -> Result:
+        self._attach(self.stores or [None] * len(self.chunks))
+        try:
+            for step in steps:
+                self._carry_out(step)
+        finally:
+            self._attach([None] * len(self.chunks))
+        for store in self.stores:
+            store.require_empty()
+        return Result(self._loss_everywhere(), tuple(self.actions), self.peak_in_flight, self.peak_sends)
+
+    def _carry_out(self, step: Step) -> None:
+        match step:
+            case Recv(transfer):
+                shape, dtype = self._expected(transfer.consumer)
+                self.receives[transfer.consumer] = self.group.irecv(
+                    shape, dtype, transfer.source, transfer.tag, self.device
+                )
+            case Run(action):
+                with self.recorder.action(action) if self.recorder else nullcontext():
+                    {"F": self._forward, "B": self._backward, "W": self._weights}[action.kind](action)
+                self._after(action)
+            case Send(transfer):
+                message = self.outbox.pop(transfer.producer)
+                self.sends[transfer] = self.group.isend(message, transfer.destination, transfer.tag)
+                self.peak_sends = max(self.peak_sends, len(self.sends))
+            case Free(transfer):
+                self.sends.pop(transfer).wait()
+
+    # ---- the three actions -------------------------------------------------------------------------------------------------
+
+    def _forward(self, action: Action) -> None:
+        slot, microbatch = (action.chunk, action.microbatch), self.microbatches[action.microbatch]
+        x = None if self._is_first(action.chunk) else self._take(action)
+        with torch.set_grad_enabled(self.trains):
+            if x is not None and self.trains:
+                self.inputs[slot] = x.requires_grad_()
+            output = self.chunks[action.chunk](x, microbatch)
+            if self._is_last(action.chunk):
+                output = self.loss(output, microbatch) / self.normaliser  # the logits are dropped here
+                self.total += output.detach()
+        if self.trains:
+            # Only the edge is kept. A frozen stage has none: nothing behind it wants a gradient.
+            self.roots[slot] = get_gradient_edge(output) if output.requires_grad else None
+        if not self._is_last(action.chunk):
+            self._hand_on(action, output.detach(), +1)
+
+    def _backward(self, action: Action) -> None:
+        slot = (action.chunk, action.microbatch)
+        root = self.roots.pop(slot)
+        grad = None if self._is_last(action.chunk) else self._take(action)
+        store = self.stores[action.chunk] if self.stores else None
+        if store:
+            store.record(action.microbatch)
+        if root is not None:
+            torch.autograd.backward((root,), None if grad is None else (grad,))
+        if store:
+            store.stop()
+        if not self._is_first(action.chunk):
+            x = self.inputs.pop(slot)
+            self._hand_on(action, torch.zeros_like(x) if x.grad is None else x.grad, -1)
+
+    def _weights(self, action: Action) -> None:
+        self.stores[action.chunk].run(action.microbatch)
+
+    def _after(self, action: Action) -> None:
+        self.actions.append(action)
+        slot = (action.chunk, action.microbatch)
+        if action.kind == "F" and self.trains:
+            self.in_flight.add(slot)
+            self.peak_in_flight = max(self.peak_in_flight, len(self.in_flight))
+        elif action.kind == self.last_kind:
+            self.in_flight.discard(slot)
+        if self.on_gradients_ready is not None and action == self.last_backward.get(action.chunk):
+            self.on_gradients_ready(action.chunk)
+
+    # ---- where tensors come from and go to ---------------------------------------------------------------------------------
+
+    def _take(self, action: Action) -> Tensor:
+        """The message this action needs: from another rank, or from another chunk of this one."""
+        return self.receives.pop(action).wait() if action in self.receives else self.handed_over.pop(action)
+
+    def _hand_on(self, action: Action, message: Tensor, direction: int) -> None:
+        """Towards the next virtual stage (+1, an activation) or the one before (-1, a gradient)."""
+        neighbour = self._virtual(action.chunk) + direction
+        if self.schedule.rank_of(neighbour) == self.group.rank:
+            receiver = Action(action.kind, action.microbatch, self.schedule.chunk_of(neighbour))
+            self.handed_over[receiver] = message
+        else:
+            self.outbox[action] = message
+
+    def _expected(self, consumer: Action) -> Shape:
+        """An F takes the activation that enters its chunk; a B the gradient of what the chunk put out."""
+        chunk, microbatch = self.chunks[consumer.chunk], self.microbatches[consumer.microbatch]
+        shape: Shape = chunk.input_shape(microbatch) if consumer.kind == "F" else chunk.output_shape(microbatch)
+        return shape
+
+    def _virtual(self, chunk: int) -> int:
+        return self.schedule.virtual_stage(self.group.rank, chunk)
+
+    def _is_first(self, chunk: int) -> bool:
+        return self._virtual(chunk) == 0
+
+    def _is_last(self, chunk: int) -> bool:
+        return self._virtual(chunk) == self.schedule.stages * self.schedule.chunks - 1
+
+    def _loss_everywhere(self) -> Tensor:
+        """The last stage knows the loss; logging and stopping must be decided alike on all."""
+        owner = self.schedule.rank_of(self.schedule.stages * self.schedule.chunks - 1)
+        with phase("loss"):
+            return self.group.broadcast(self.total, owner)
+
+    def _attach(self, stores: Sequence[WeightGradientStore | None]) -> None:
+        """Tell every linear layer of each chunk where its deferred weight gradients go (None: nowhere, compute at once)."""
+        for chunk, store in zip(self.chunks, stores, strict=True):
+            for module in chunk.modules():
+                if hasattr(module, "weight_gradients"):
+                    module.weight_gradients = store

@@ -80,7 +80,7 @@ def load_text(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] |
     parts: dict[Path, bytes] = {}
     for path in given:
         try:
-            parts |= {file: text for file, text in _read(path).items() if file not in parts}
+            parts |= _read(path)
         except (OSError, ValueError) as error:
             faults.append(f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else f"{path}: {error}")
     if faults:

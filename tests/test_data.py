@@ -44,6 +44,19 @@ def test_windows_cover_the_training_text_once_and_stay_out_of_the_held_out_tail(
     assert held_out.tokens.tolist() == [list(range(150, 154))]
 
 
+@pytest.mark.parametrize("n", range(157, 162))
+def test_no_sample_that_fits_is_left_out_and_none_is_short(n):
+    dataset = TextDataset(torch.arange(n), S)
+    train, held_out = n - n // 20, n // 20
+    assert dataset.train_samples == len(range(0, train - S, S))
+    assert dataset.valid_samples == len(range(0, held_out - S, S))
+    for batches in (
+        draw(dataset, 0, d=1, r=0, b=1, g=dataset.train_samples),
+        dataset.valid_microbatches(0, micro_batch_size=1, global_batch_size=1, dp_rank=0, dp_size=1),
+    ):
+        assert {tuple(batch.targets.shape) for batch in batches} == {(1, S)}
+
+
 def test_targets_are_the_tokens_one_later(dataset):
     text = torch.randint(256, (500,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     dataset = TextDataset(text, S)
@@ -258,7 +271,7 @@ def test_files_and_folders_are_joined_in_order(tmp_path):
     (tmp_path / "b" / "z.txt").write_text("z")
     (tmp_path / "b" / "Ä.txt").write_text("ä\n")
     (tmp_path / "b" / "a").mkdir()
-    (tmp_path / "b" / "a" / "y.md").write_text("y")
+    (tmp_path / "b" / "a" / "zz.md").write_text("y")
     (tmp_path / "b" / "a.txt").write_text("a")
     for ignored in (".git", "__pycache__", "empty"):
         (tmp_path / "b" / ignored).mkdir()

@@ -160,6 +160,18 @@ def initialize_model_parallel(
     return ParallelState(grid=grid, rank=rank, device=place, world=world, embedding=embedding, **groups)
 
 
+def single_process(device: torch.device | str = "cpu") -> ParallelState:
+    """A world of one rank, beside whatever else this process belongs to: every group has one member and communicates nothing."""
+
+    def alone(name: str) -> Group:
+        return Group((0,), 0, name)
+
+    groups = {attribute: alone(name) for attribute, name in AXES.items()}
+    return ParallelState(
+        grid=Grid(1), rank=0, device=torch.device(device), world=alone("world"), embedding=alone("embedding"), **groups
+    )
+
+
 def _present(group: Group | None) -> Group:
     assert group is not None, "the groups of an axis cover every rank"
     return group

@@ -1,0 +1,175 @@
+"""The main job: train a GPT on text over tp x pp x dp processes.
+
+    python -m minimeg.train                                                        # one process
+    python -m torch.distributed.run --nproc-per-node 4 -m minimeg.train --tp 2 --pp 2
+    python -m torch.distributed.run --nproc-per-node 4 -m minimeg.train --tp 2 --pp 2 --dtype float64 --train-iters 20 \\
+        --compare-with-single-process
+
+``--help`` lists all flags; bad layouts are refused before any process group exists, all faults at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from minimeg.arguments import Options, parse
+from minimeg.comparison import compare_with_single_process
+from minimeg.data import TextDataset, fingerprint, load_text
+from minimeg.models.generate import generate
+from minimeg.parallel_state import ParallelState, initialize_model_parallel, world_size_of_environment
+from minimeg.parameter import full_state
+from minimeg.pipeline import Recorder
+from minimeg.plots import loss_curve
+from minimeg.schedule import simulate
+from minimeg.schedule.drawing import gantt_stack
+from minimeg.trainer import StepReport, Trainer
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, 1 if the comparison failed, 2 for flags or data that cannot be used."""
+    options = parse(arguments)
+    try:
+        dataset = _prepare(options)
+    except ValueError as error:
+        if os.environ.get("RANK", "0") == "0":  # every rank finds the same; one says it
+            print(f"minimeg.train: error: {error}", file=sys.stderr)
+        return 2
+    _limit_threads()
+    state = initialize_model_parallel(
+        options.tensor_model_parallel_size,
+        options.pipeline_model_parallel_size,
+        options.context_parallel_size,
+        timeout_seconds=options.timeout,
+        device=options.device,
+    )
+    _require_same_text(dataset, state)
+    trainer = Trainer(options, state, dataset)
+    talks = state.rank == 0
+    if talks:
+        print(_describe(options, state))
+    reports, validation = _train(trainer, talks)
+    parameters = full_state(trainer.chunks, state)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # What follows needs nobody else; the other ranks are done.
+    return _conclude(options, dataset, reports, validation, parameters, str(state.device)) if talks else 0
+
+
+def _prepare(options: Options) -> TextDataset:
+    """Everything that can be refused without talking to anybody. ValueError with all faults."""
+    faults = options.faults(world_size_of_environment())
+    dataset = None
+    try:
+        dataset = TextDataset(load_text(options.data_path or None), options.seq_length)
+    except ValueError as error:
+        faults.append(str(error))
+    if faults or dataset is None:
+        raise ValueError("this run cannot start:\n  " + "\n  ".join(faults))
+    return dataset
+
+
+def _limit_threads() -> None:
+    """cores / ranks threads each, unless the user decided (torchrun itself decides 1 for several ranks)."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+
+
+def _require_same_text(dataset: TextDataset, state: ParallelState) -> None:
+    """Two machines with different Python patch versions hold different default texts: their ranks would train on a mixture."""
+    seen = state.world.all_gather_json(fingerprint(dataset.train_tokens)[:16])
+    odd = [rank for rank, text in enumerate(seen) if text != seen[0]]
+    if odd:
+        raise RuntimeError(f"ranks {odd} read another text than rank 0; give all the same files with --data-path")
+
+
+def _describe(options: Options, state: ParallelState) -> str:
+    sizes = state.grid.sizes
+    m = options.microbatches(state.grid.world_size)
+    return (
+        f"minimeg: {state.grid.world_size} process(es) on {state.device.type}, tp={sizes['tp']} pp={sizes['pp']} dp={sizes['dp']}, "
+        f"schedule {options.schedule_name}, {m} micro-batches of {options.micro_batch_size} x {options.seq_length} tokens\n"
+        f"model: L={options.num_layers} h={options.hidden_size} a={options.num_attention_heads} v={options.config.vocab_size}, "
+        f"{'tied' if options.config.tied else 'untied'}, {options.dtype}"
+    )
+
+
+def _train(trainer: Trainer, talks: bool) -> tuple[list[StepReport], dict[int, float]]:
+    """All steps. Returns the reports of the steps and {steps done: validation loss}."""
+    options = trainer.options
+    reports: list[StepReport] = []
+    validation: dict[int, float] = {}
+    on_terminal = talks and sys.stderr.isatty()
+    bar = tqdm(range(options.train_iters), "training", disable=not on_terminal, unit="step")
+    traced = options.train_iters - 1 if options.trace else None  # the last step: everything is warm
+    began = time.perf_counter()
+    for step in bar:
+        recorder = Recorder(trainer.state.device) if step == traced else None
+        report = trainer.step(step, recorder)
+        reports.append(report)
+        done = step + 1
+        bar.set_postfix_str(f"loss {report.loss:.3f}")
+        if recorder is not None:
+            _draw_trace(trainer, recorder)
+        if talks and not on_terminal and (done % options.log_interval == 0 or done in (1, options.train_iters)):
+            tokens = options.global_batch_size * options.seq_length * done / (time.perf_counter() - began)
+            print(
+                f"step {done:>5}/{options.train_iters}  loss {report.loss:.4f}  norm {report.norm:.3f}  "
+                f"lr {report.learning_rate:.2e}  {tokens:,.0f} tokens/s",
+                flush=True,
+            )
+        if done == options.train_iters or (options.eval_interval and done % options.eval_interval == 0):
+            validation[done] = trainer.evaluate()
+            if talks:
+                tqdm.write(f"step {done:>5}/{options.train_iters}  validation loss {validation[done]:.4f}")
+    return reports, validation
+
+
+def _draw_trace(trainer: Trainer, recorder: Recorder) -> None:
+    """Measured above simulated. The simulation gets the measured mean time of each kind of action on each stage."""
+    measured = recorder.timeline(trainer.schedule, trainer.state.pp)
+    if trainer.state.rank != 0 or trainer.options.trace is None:
+        return
+    times = measured.mean_times()
+    predicted = simulate(trainer.schedule, forward=times["F"], backward=times["B"], weight=times["W"])
+    picture = gantt_stack(
+        [("measured, the last step of this run", measured), ("simulated with the measured times", predicted)]
+    )
+    trainer.options.trace.parent.mkdir(parents=True, exist_ok=True)
+    trainer.options.trace.write_text(picture)
+
+
+def _conclude(
+    options: Options,
+    dataset: TextDataset,
+    reports: list[StepReport],
+    validation: dict[int, float],
+    parameters: dict[str, torch.Tensor],
+    device: str,
+) -> int:
+    """What rank 0 makes of a finished run: sample, comparison, pictures."""
+    losses = [report.loss for report in reports]
+    passed, twin = True, ()
+    if options.sample:
+        text = generate(options.config, parameters, "def ", options.sample, seed=options.seed)
+        print(f"a sample of {options.sample} characters:\n{'-' * 72}\n{text}\n{'-' * 72}")
+    if options.compare_with_single_process:
+        verdict = compare_with_single_process(options, dataset, losses, parameters, device)
+        passed, twin = verdict.passed, verdict.losses
+        print(verdict.text, flush=True)
+    if options.loss_curve:
+        loss_curve(options.loss_curve, losses, validation, twin, f"{options.schedule_name}, {options.dtype}")
+    for path in filter(None, (options.loss_curve, options.trace)):
+        print(f"drawn: {path}")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

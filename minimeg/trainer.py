@@ -1,0 +1,124 @@
+"""One training step over tensor, pipeline and data parallelism: where all rooms meet.
+
+    draw the micro-batches of the step          data.py: a function of (seed, step)
+    count valid tokens over dp x cp             the loss is divided by it, so gradients simply add
+    run the schedule                            pipeline/: forwards, backwards, messages
+    sum the gradients                           data_parallel.py: begun by the executor, chunk by chunk
+    one norm, one factor, one update            optimizer.py
+
+The same class trains in one process: then every group has one rank, and each step above is the plain thing it stands for. That is how
+a run is compared with its single-process twin (comparison.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minimeg.arguments import Options
+from minimeg.comm import phase
+from minimeg.data import MicroBatch, TextDataset
+from minimeg.data_parallel import GradientReducer
+from minimeg.models.gpt import GPT
+from minimeg.optimizer import CosineSchedule, Optimizer
+from minimeg.parallel_state import ParallelState
+from minimeg.parameter import initialise
+from minimeg.pipeline import Recorder, run
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Numbers of one step, the same on every rank."""
+
+    step: int
+    loss: float
+    norm: float
+    learning_rate: float
+
+
+class Trainer:
+    """This rank's chunks of the model, and everything that a step needs."""
+
+    def __init__(self, options: Options, state: ParallelState, dataset: TextDataset) -> None:
+        self.options, self.state, self.dataset = options, state, dataset
+        world = state.grid.world_size
+        self.schedule, self.evaluation = options.training_schedule(world), options.evaluation_schedule(world)
+        dtype = getattr(torch, options.dtype)
+        stages = self.schedule.stages * self.schedule.chunks
+        self.chunks = [
+            GPT(options.config, state.tp, self.schedule.virtual_stage(state.pp.rank, c), stages, options.seed)
+            for c in range(self.schedule.chunks)
+        ]
+        for chunk in self.chunks:
+            chunk.to(state.device, dtype)
+        initialise(self.chunks, options.seed)
+        self.reducer = GradientReducer(self.chunks, state)
+        self.optimizer = Optimizer(
+            self.chunks,
+            state,
+            kind=options.optimizer,
+            weight_decay=options.weight_decay,
+            max_norm=options.clip_grad,
+        )
+        self.learning_rate = CosineSchedule(options.lr, options.min_lr, options.lr_warmup_iters, options.train_iters)
+
+    def step(self, step: int, recorder: Recorder | None = None) -> StepReport:
+        """One optimizer step, counted from 0. Collective over all ranks."""
+        microbatches = self._to_device(self.dataset.microbatches(step, seed=self.options.seed, **self._batch_layout()))
+        result = run(
+            self.schedule,
+            self.chunks,
+            microbatches,
+            group=self.state.pp,
+            loss=self.chunks[-1].loss,
+            normaliser=self._valid_tokens(microbatches),
+            on_gradients_ready=self.reducer.ready,
+            recorder=recorder,
+        )
+        self.reducer.finish()
+        learning_rate = self.learning_rate(step)
+        norm = self.optimizer.step(learning_rate)
+        return StepReport(step, self._over_data_parallel(result.loss), norm, learning_rate)
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss of a validation token, over ``eval_iters`` fixed batches, without dropout. Collective; equal on all ranks."""
+        for chunk in self.chunks:
+            chunk.eval()
+        total = 0.0
+        for iteration in range(self.options.eval_iters):
+            microbatches = self._to_device(self.dataset.valid_microbatches(iteration, **self._batch_layout()))
+            normaliser = self._valid_tokens(microbatches)
+            result = run(
+                self.evaluation,
+                self.chunks,
+                microbatches,
+                group=self.state.pp,
+                loss=self.chunks[-1].loss,
+                normaliser=normaliser,
+            )
+            total += self._over_data_parallel(result.loss)
+        for chunk in self.chunks:
+            chunk.train()
+        return total / self.options.eval_iters
+
+    def _batch_layout(self) -> dict[str, int]:
+        return {
+            "micro_batch_size": self.options.micro_batch_size,
+            "global_batch_size": self.options.global_batch_size,
+            "dp_rank": self.state.dp.rank,
+            "dp_size": self.state.dp.size,
+        }
+
+    def _to_device(self, microbatches: list[MicroBatch]) -> list[MicroBatch]:
+        return [microbatch.to(self.state.device) for microbatch in microbatches]
+
+    def _valid_tokens(self, microbatches: list[MicroBatch]) -> float:
+        mine = torch.tensor(sum(mb.valid_tokens for mb in microbatches), device=self.state.device, dtype=torch.float64)
+        return self._over_data_parallel(mine)
+
+    def _over_data_parallel(self, share: Tensor) -> float:
+        with phase("loss"):
+            return float(self.state.dp_cp.all_reduce(share))

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from minimeg.arguments import Options, parse
 from minimeg.comparison import compare_with_single_process
 from minimeg.data import TextDataset, fingerprint, load_text
+from minimeg.faults import BOX, Fault, watch
 from minimeg.models.generate import generate
 from minimeg.parallel_state import ParallelState, initialize_model_parallel, world_size_of_environment
 from minimeg.parameter import full_state
@@ -49,15 +50,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         timeout_seconds=options.timeout,
         device=options.device,
     )
-    _require_same_text(dataset, state)
-    trainer = Trainer(options, state, dataset)
     talks = state.rank == 0
-    if talks:
-        print(_describe(options, state))
-    reports, validation = _train(trainer, talks)
-    parameters = full_state(trainer.chunks, state)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    with watch(state, silence=min(20.0, options.timeout)):
+        _require_same_text(dataset, state)
+        trainer = Trainer(options, state, dataset)
+        if talks:
+            print(_describe(options, state))
+        reports, validation = _train(trainer, talks)
+        BOX.enter("gather")
+        parameters = full_state(trainer.chunks, state)
+        if dist.is_initialized():
+            dist.destroy_process_group()
     # What follows needs nobody else; the other ranks are done.
     return _conclude(options, dataset, reports, validation, parameters, str(state.device)) if talks else 0
 
@@ -66,6 +69,10 @@ def _prepare(options: Options) -> TextDataset:
     """Everything that can be refused without talking to anybody. ValueError with all faults."""
     faults = options.faults(world_size_of_environment())
     dataset = None
+    try:
+        Fault.from_environment(world_size_of_environment())
+    except ValueError as error:
+        faults.append(str(error))
     try:
         dataset = TextDataset(load_text(options.data_path or None), options.seq_length)
     except ValueError as error:

@@ -21,6 +21,7 @@ from minimeg.arguments import Options
 from minimeg.comm import phase
 from minimeg.data import MicroBatch, TextDataset
 from minimeg.data_parallel import GradientReducer
+from minimeg.faults import BOX
 from minimeg.models.gpt import GPT
 from minimeg.optimizer import CosineSchedule, Optimizer
 from minimeg.parallel_state import ParallelState
@@ -66,6 +67,7 @@ class Trainer:
 
     def step(self, step: int, recorder: Recorder | None = None) -> StepReport:
         """One optimizer step, counted from 0. Collective over all ranks."""
+        BOX.enter("data", step)
         microbatches = self._to_device(self.dataset.microbatches(step, seed=self.options.seed, **self._batch_layout()))
         result = run(
             self.schedule,
@@ -77,7 +79,9 @@ class Trainer:
             on_gradients_ready=self.reducer.ready,
             recorder=recorder,
         )
+        BOX.enter("reductions")
         self.reducer.finish()
+        BOX.enter("optimizer")
         learning_rate = self.learning_rate(step)
         norm = self.optimizer.step(learning_rate)
         return StepReport(step, self._over_data_parallel(result.loss), norm, learning_rate)
@@ -85,6 +89,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss of a validation token, over ``eval_iters`` fixed batches, without dropout. Collective; equal on all ranks."""
+        BOX.enter("evaluation")
         for chunk in self.chunks:
             chunk.eval()
         total = 0.0

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from minimeg.comm import Group, Pending, phase
+from minimeg.faults import BOX
 from minimeg.linear import WeightGradientStore
 from minimeg.pipeline.recorder import Recorder
 from minimeg.schedule import Action, Schedule, Transfer, plan, prove
@@ -36,6 +37,7 @@ from minimeg.schedule.messages import Free, Recv, Run, Send, Step
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 Slot = tuple[int, int]  # (chunk, micro-batch)
+_PHASES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 
 class Stage(Protocol):
@@ -183,6 +185,7 @@ class _Executor:
                     shape, dtype, transfer.source, transfer.tag, self.device
                 )
             case Run(action):
+                BOX.enter(_PHASES[action.kind] if self.trains else "evaluation")
                 with self.recorder.action(action) if self.recorder else nullcontext():
                     {"F": self._forward, "B": self._backward, "W": self._weights}[action.kind](action)
                 self._after(action)
@@ -238,13 +241,20 @@ class _Executor:
         elif action.kind == self.last_kind:
             self.in_flight.discard(slot)
         if self.on_gradients_ready is not None and action == self.last_backward.get(action.chunk):
+            BOX.enter("reductions")
             self.on_gradients_ready(action.chunk)
 
     # ---- where tensors come from and go to ---------------------------------------------------------------------------------
 
     def _take(self, action: Action) -> Tensor:
         """The message this action needs: from another rank, or from another chunk of this one."""
-        return self.receives.pop(action).wait() if action in self.receives else self.handed_over.pop(action)
+        if action not in self.receives:
+            return self.handed_over.pop(action)
+        busy_with = BOX.phase
+        BOX.enter("message wait")
+        message = self.receives.pop(action).wait()
+        BOX.enter(busy_with)
+        return message
 
     def _hand_on(self, action: Action, message: Tensor, direction: int) -> None:
         """Towards the next virtual stage (+1, an activation) or the one before (-1, a gradient)."""
@@ -273,6 +283,7 @@ class _Executor:
     def _loss_everywhere(self) -> Tensor:
         """The last stage knows the loss; logging and stopping must be decided alike on all."""
         owner = self.schedule.rank_of(self.schedule.stages * self.schedule.chunks - 1)
+        BOX.enter("loss")
         with phase("loss"):
             return self.group.broadcast(self.total, owner)
 

@@ -1,0 +1,116 @@
+"""When each action began and ended: simulated or measured, the same object, so both are drawn and compared alike.
+
+The papers name two bubbles. Both start from the *cost*, the longest time between the first start and the last end on one rank:
+
+    of ideal   (cost - ideal) / ideal   Narayanan et al. 2021, section 2.2:  (p - 1) / m for GPipe and 1F1B
+    of total   (cost - ideal) / cost    GPipe, Zero Bubble Table 5:          (p - 1) / (m + p - 1)
+
+where *ideal* is the time in which the busiest rank does nothing but work. The cost is a rank's own span, not the makespan of all:
+ranks that start later may also end later, as in ZB-H2, if nobody makes them wait for each other (Zero Bubble, section 4).
+
+See it run: ``python -m minimeg.schedule zb-h2 --pp 4 --microbatches 8``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import fsum
+from typing import NamedTuple
+
+from minimeg.schedule.actions import Action, Schedule
+
+
+class Span(NamedTuple):
+    """An action with its start and end, in any one unit of time."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What ``simulate`` returns, and what a recorder builds from a real run.
+
+    Attributes:
+        schedule: what was run.
+        spans: per rank a tuple of Span in order of time.
+        comm: latency of a message between ranks, where known; for the critical path.
+    """
+
+    schedule: Schedule
+    spans: tuple[tuple[Span, ...], ...]
+    comm: float = 0.0
+
+    @property
+    def makespan(self) -> float:
+        """From the first start to the last end over all ranks."""
+        rows = [row for row in self.spans if row]
+        return max((row[-1].end for row in rows), default=0.0) - min((row[0].start for row in rows), default=0.0)
+
+    @property
+    def stage_spans(self) -> tuple[float, ...]:
+        """Per rank the time from its own first start to its own last end."""
+        return tuple(row[-1].end - row[0].start if row else 0.0 for row in self.spans)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Per rank the time spent in actions."""
+        return tuple(fsum(span.end - span.start for span in row) for row in self.spans)
+
+    @property
+    def bubble_of_ideal(self) -> float:
+        """(longest stage span - busiest rank's work) / busiest rank's work: Megatron-LM's bubble."""
+        ideal = max(self.busy)
+        return (max(self.stage_spans) - ideal) / ideal if ideal else 0.0
+
+    @property
+    def bubble_of_total(self) -> float:
+        """(longest stage span - busiest rank's work) / longest stage span: the bubble of GPipe and Zero Bubble."""
+        cost = max(self.stage_spans)
+        return (cost - max(self.busy)) / cost if cost else 0.0
+
+    @property
+    def peak_in_flight(self) -> tuple[int, ...]:
+        """Per rank the most chunk activations held at once, each from its F to the last of its B and W."""
+        last = "W" if self.schedule.split else "B"
+        return tuple(peak_in_flight([span.action for span in row], last) for row in self.spans)
+
+    def memory(self, rank: int, activation: float = 1.0, weight_part: float = 0.0) -> list[tuple[float, float]]:
+        """Steps of a rank's activation memory as (time, level from then on).
+
+        Args:
+            activation: memory of one micro-batch in all chunks of a rank, taken at the start of F. B gives it back at its end,
+                but for ``weight_part``, which stays until the end of W where the schedule is split.
+        """
+        n, split = self.schedule.chunks, self.schedule.split
+        kept = weight_part if split else 0.0
+        level, steps = 0.0, []
+        for action, start, end in self.spans[rank]:
+            time, change = {"F": (start, activation), "B": (end, kept - activation), "W": (end, -kept)}[action.kind]
+            level += change / n
+            steps.append((time, level))
+        return steps
+
+    def peak_memory(self, activation: float = 1.0, weight_part: float = 0.0) -> tuple[float, ...]:
+        """Per rank the largest level of ``memory``: Zero Bubble's Table 2 with M_B = activation and M_W = weight_part."""
+        ranks = range(len(self.spans))
+        return tuple(max((level for _, level in self.memory(r, activation, weight_part)), default=0.0) for r in ranks)
+
+    def svg(self) -> str:
+        """The Gantt chart as SVG text."""
+        from minimeg.schedule.drawing import gantt
+
+        return gantt(self)
+
+
+def peak_in_flight(actions: list[Action] | tuple[Action, ...], last: str) -> int:
+    """Most activations held at once by a rank that does these actions: an F adds one, the action of kind ``last`` takes it away."""
+    held = peak = 0
+    for action in actions:
+        if action.kind == "F":
+            held += 1
+            peak = max(peak, held)
+        elif action.kind == last:
+            held -= 1
+    return peak

@@ -32,7 +32,10 @@ class Failure:
     name: str  # "ValueError"
     message: str
     traceback: str
-    line: str = ""  # "step.py:12, in forward": the innermost line of the user's own code
+    steps: list[str] = field(
+        default_factory=list
+    )  # its frames in short, outermost first: "step.py:12, in forward: y = f(x)"
+    line: str = ""  # of these, the innermost line of the user's own code
     exception: BaseException | None = None
 
     @property
@@ -41,7 +44,9 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        first_line = self.message.strip().partition("\n")[0]
+        first_line = re.sub(
+            r" at 0x[0-9a-f]+", "", self.message.strip().partition("\n")[0]
+        )  # else no two would be equal
         return f"{self.name}: {first_line}" if first_line else self.name
 
 
@@ -147,7 +152,9 @@ class Story:
     def _others(self, blamed: list[int]) -> dict[int, str]:
         told = dict(self.waiting)
         for rank, failure in self.failures.items():
-            told[rank] = f"failed too{' at ' + failure.line if failure.line else ''}: {failure.summary}"
+            at = f" at {failure.line}" if failure.line else ""
+            # A lost connection says only that the rank waited for one that is gone.
+            told[rank] = f"waiting{at}" if failure.lost_peer else f"failed too{at}: {failure.summary}"
         for rank, code in self.died.items():
             told[rank] = f"died: {exit_reason(code)}"
         return {rank: place for rank, place in sorted(told.items()) if rank not in blamed}

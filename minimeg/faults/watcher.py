@@ -49,6 +49,7 @@ from minimeg.parallel_state import ParallelState
 INTERVAL = 0.25  # seconds between two beats
 SETTLE = 0.5  # seconds in which the others find out and write down what they saw
 LINGER = 1.0  # seconds in which a survivor waits for the launcher's SIGTERM, so that the launcher sees the first failure first
+PATIENCE = 3.0  # seconds that printing may take
 GRACE = 5.0  # seconds that Ctrl-C gives the main thread to unwind
 
 
@@ -148,8 +149,12 @@ class Watcher:
         """End this process, after the summary has been printed by somebody."""
         self.ending.acquire()  # for good: a second thread that comes here waits until the process is gone
         self._look_at_main_thread()
+        # In threads of their own: a pipe that nobody reads must not hold us up.
+        threading.Thread(target=_flush, daemon=True).start()
         time.sleep(SETTLE)
-        self._print_once()
+        printer = threading.Thread(target=self._print_once, daemon=True)
+        printer.start()
+        printer.join(PATIENCE)
         for rank, file in self.peers.items():
             # While the lock is held the process id is still its own.
             if self.quiet[rank] >= SILENT and file.owner_lives():
@@ -165,7 +170,7 @@ class Watcher:
         self.box.look("".join(traceback.format_stack(frame)), comm.__file__ in files)
 
     def _print_once(self) -> None:
-        until = time.monotonic() + 2.0
+        until = time.monotonic() + PATIENCE / 2
         while not try_lock(self.printed) and time.monotonic() < until:
             time.sleep(0.05)  # one of the others is printing
         if os.fstat(self.printed).st_size:
@@ -178,7 +183,6 @@ class Watcher:
         text = summary(ranks, elsewhere=self.world_size - len(ranks)).encode()
         os.write(self.printed, text)
         with contextlib.suppress(OSError):  # stderr is closed: nobody wants to know
-            sys.stdout.flush()
             os.write(2, (b"\n" if os.isatty(2) else b"") + text)
 
     # ---- signals and crashes -----------------------------------------------------------------------------------------------
@@ -203,6 +207,11 @@ class Watcher:
             return lambda: None
         faulthandler.enable(self.own.descriptor)
         return faulthandler.disable
+
+
+def _flush() -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stdout may be broken, closed or None
+        sys.stdout.flush()
 
 
 def _tell_torchrun(error: BaseException) -> None:

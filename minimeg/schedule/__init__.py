@@ -1,6 +1,37 @@
-"""Pipeline schedules as data: one object that is drawn, simulated, proven and executed. Pure Python, nothing imported."""
+"""Pipeline schedules as data: one object that is drawn, simulated, proven and executed. Pure Python, nothing imported.
+
+>>> from minimeg.schedule import one_f_one_b, prove, simulate
+>>> prove(one_f_one_b(4, 8)).peak_in_flight
+(4, 3, 2, 1)
+>>> simulate(one_f_one_b(4, 8)).bubble_of_ideal
+0.375
+"""
 
 from minimeg.schedule.actions import Action, Schedule, ScheduleError
+from minimeg.schedule.messages import Free, Recv, Run, Send, Step, Transfer, plan
+from minimeg.schedule.orders import forward_only, gpipe, interleaved, one_f_one_b
+from minimeg.schedule.proof import Proof, prove
+from minimeg.schedule.simulation import simulate
 from minimeg.schedule.timeline import Span, Timeline
 
-__all__ = ["Action", "Schedule", "ScheduleError", "Span", "Timeline"]
+__all__ = [
+    "Action",
+    "Free",
+    "Proof",
+    "Recv",
+    "Run",
+    "Schedule",
+    "ScheduleError",
+    "Send",
+    "Span",
+    "Step",
+    "Timeline",
+    "Transfer",
+    "forward_only",
+    "gpipe",
+    "interleaved",
+    "one_f_one_b",
+    "plan",
+    "prove",
+    "simulate",
+]

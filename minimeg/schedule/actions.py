@@ -17,7 +17,7 @@ See it run: ``python -m minimeg.schedule 1f1b --pp 4 --microbatches 8``.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -50,6 +50,9 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.kind}{self.chunk}.{self.microbatch}"
 
+    def __repr__(self) -> str:  # lists of actions are read often, and then the short form is the clear one
+        return str(self)
+
     @classmethod
     def parse(cls, text: str) -> Action:
         """ "F0.3", or "F3" for chunk 0. ValueError for anything else."""
@@ -81,7 +84,7 @@ class Schedule:
     stages: int
     microbatches: int
     chunks: int
-    ranks: tuple[tuple[Action, ...], ...]
+    ranks: tuple[tuple[Action, ...], ...] = field(repr=False)
     placement: str = "loop"
     updates: str = "flush"
 
@@ -108,6 +111,11 @@ class Schedule:
     def split(self) -> bool:
         """True if the weight gradients are actions of their own. Then every B has its W."""
         return any(action.kind == "W" for row in self.ranks for action in row)
+
+    @cached_property
+    def forward_only(self) -> bool:
+        """True if nothing but F occurs, as in evaluation. Then no activation is kept."""
+        return all(action.kind == "F" for row in self.ranks for action in row)
 
     @property
     def virtual_stages(self) -> int:
@@ -206,8 +214,8 @@ def _read_header(lines: list[str]) -> tuple[dict[str, int | str], list[str]]:
     for line in lines:
         if not re.match(rf"#\s*({'|'.join(_HEADER)})=", line):
             continue
-        for field in re.split(r"\s+(?=\w+=)", line.lstrip("# ")):
-            key, _, value = field.partition("=")
+        for item in re.split(r"\s+(?=\w+=)", line.lstrip("# ")):
+            key, _, value = item.partition("=")
             if key not in _HEADER:
                 faults.append(f"the header has an unknown field {key!r}; it may have {', '.join(_HEADER)}")
             elif key in header:

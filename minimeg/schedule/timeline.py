@@ -13,6 +13,7 @@ See it run: ``python -m minimeg.schedule zb-h2 --pp 4 --microbatches 8``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import fsum
 from typing import NamedTuple
@@ -73,8 +74,7 @@ class Timeline:
     @property
     def peak_in_flight(self) -> tuple[int, ...]:
         """Per rank the most chunk activations held at once, each from its F to the last of its B and W."""
-        last = "W" if self.schedule.split else "B"
-        return tuple(peak_in_flight([span.action for span in row], last) for row in self.spans)
+        return tuple(peak_in_flight(self.schedule, [span.action for span in row]) for row in self.spans)
 
     def memory(self, rank: int, activation: float = 1.0, weight_part: float = 0.0) -> list[tuple[float, float]]:
         """Steps of a rank's activation memory as (time, level from then on).
@@ -83,12 +83,12 @@ class Timeline:
             activation: memory of one micro-batch in all chunks of a rank, taken at the start of F. B gives it back at its end,
                 but for ``weight_part``, which stays until the end of W where the schedule is split.
         """
-        n, split = self.schedule.chunks, self.schedule.split
+        n, split, keeps = self.schedule.chunks, self.schedule.split, not self.schedule.forward_only
         kept = weight_part if split else 0.0
         level, steps = 0.0, []
         for action, start, end in self.spans[rank]:
             time, change = {"F": (start, activation), "B": (end, kept - activation), "W": (end, -kept)}[action.kind]
-            level += change / n
+            level += change / n if keeps else 0.0
             steps.append((time, level))
         return steps
 
@@ -104,8 +104,14 @@ class Timeline:
         return gantt(self)
 
 
-def peak_in_flight(actions: list[Action] | tuple[Action, ...], last: str) -> int:
-    """Most activations held at once by a rank that does these actions: an F adds one, the action of kind ``last`` takes it away."""
+def peak_in_flight(schedule: Schedule, actions: Sequence[Action]) -> int:
+    """Most chunk activations that a rank holds at once if it does these actions: F adds one, the last of B and W takes it away.
+
+    Under a forward-only schedule none is kept: 0.
+    """
+    if schedule.forward_only:
+        return 0
+    last = "W" if schedule.split else "B"
     held = peak = 0
     for action in actions:
         if action.kind == "F":

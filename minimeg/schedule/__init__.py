@@ -8,15 +8,19 @@
 """
 
 from minimeg.schedule.actions import Action, Schedule, ScheduleError
+from minimeg.schedule.catalogue import NAMES, build
 from minimeg.schedule.messages import Free, Recv, Run, Send, Step, Transfer, plan
 from minimeg.schedule.orders import forward_only, gpipe, interleaved, one_f_one_b
+from minimeg.schedule.pipedream import pipedream, pipedream_2bw
 from minimeg.schedule.proof import Proof, prove
 from minimeg.schedule.simulation import simulate
 from minimeg.schedule.timeline import Span, Timeline
+from minimeg.schedule.zero_bubble import zero_bubble_h1, zero_bubble_h2, zero_bubble_v
 
 __all__ = [
     "Action",
     "Free",
+    "NAMES",
     "Proof",
     "Recv",
     "Run",
@@ -27,11 +31,17 @@ __all__ = [
     "Step",
     "Timeline",
     "Transfer",
+    "build",
     "forward_only",
     "gpipe",
     "interleaved",
     "one_f_one_b",
+    "pipedream",
+    "pipedream_2bw",
     "plan",
     "prove",
     "simulate",
+    "zero_bubble_h1",
+    "zero_bubble_h2",
+    "zero_bubble_v",
 ]

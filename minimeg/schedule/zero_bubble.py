@@ -1,7 +1,7 @@
 """Zero bubble: a backward is two jobs with two deadlines.
 
-B, the gradient of the input, is urgent: another rank waits for it. W, the gradient of the weights, is for nobody but the optimizer, so it
-can fill holes. Qi et al. 2023, arXiv 2401.10241. Time runs to the right, p=4 m=8 F=B=W=1 (the whole: ``python -m minimeg.schedule zb-h1``):
+B, the gradient of the input, is urgent: another rank waits for it. W, the gradient of the weights, is for nobody but the optimizer,
+so it can fill holes. Qi et al. 2023, arXiv 2401.10241. How each begins, for p=4 m=8 F=B=W=1 (time runs to the right):
 
     ZB-H1   r0  F F F F . . . B W F . B W F . B ...     1F1B's warm-up. Rank r lets its W lag r micro-batches behind B, so no rank
             r1  . F F F . . B F B W F B W F B W ...     holds more than 1F1B's rank 0, p activations, and the last ranks have W
@@ -19,6 +19,8 @@ See them run: ``python -m minimeg.schedule 1f1b zb-h1 zb-h2 zb-v --compare --pp 
 """
 
 from __future__ import annotations
+
+from collections import Counter, deque
 
 from minimeg.schedule.actions import Action, Schedule
 from minimeg.schedule.orders import actions, check
@@ -66,23 +68,27 @@ def zero_bubble_v(stages: int, microbatches: int) -> Schedule:
 
 
 def _row_of_v(p: int, m: int, rank: int) -> list[Action]:
-    """One rank of ZB-V, phase by phase; "F1" is the forward of chunk 1. Every kind takes its micro-batches in order."""
+    """One rank of ZB-V, phase by phase. "F1" is the next forward of chunk 1; "W" is the weight gradient that has waited longest."""
     row: list[Action] = []
-    done = dict.fromkeys(("F0", "F1", "B0", "B1", "W0", "W1"), 0)
+    begun = Counter[str]()
+    waiting: deque[Action] = deque()
 
     def do(names: str, times: int) -> None:
-        for _ in range(times):
-            for name in names.split():
-                if done[name] < m:
-                    row.append(Action(name[0], done[name], int(name[1])))
-                    done[name] += 1
+        for name in names.split() * times:
+            if name == "W":
+                row.append(waiting.popleft())
+            elif begun[name] < m:  # towards the end there is no F0 left
+                kind, chunk = name[0], int(name[1])
+                row.append(Action(kind, begun[name], chunk))
+                if kind == "B":
+                    waiting.append(Action("W", begun[name], chunk))
+                begun[name] += 1
 
     do("F0", 2 * (p - rank) - 1)  # until the first micro-batch is back from the turn of the v
     do("F1 F0", rank)
-    do("F1 B1 W1", p - rank)  # until its gradient has gone down and up the v
-    do("F0 B0 W0 F1 B1 W1", m - p)  # steady; towards the end there is no F0 left
-    do("B0 B1", rank)  # the others wait for these, so W is put off
-    do("B0 W0", p - rank)
-    do("W1", m)
-    do("W0", m)
+    do("F1 B1 W", p - rank)  # until its gradient has gone round the v too
+    do("F0 B0 W F1 B1 W", m - p)
+    do("B0 B1", rank)  # the other ranks wait for these, so W is put off
+    do("B0 W", p - rank)
+    do("W", len(waiting))
     return row

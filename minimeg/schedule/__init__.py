@@ -18,9 +18,9 @@ from minimeg.schedule.timeline import Span, Timeline
 from minimeg.schedule.zero_bubble import zero_bubble_h1, zero_bubble_h2, zero_bubble_v
 
 __all__ = [
+    "NAMES",
     "Action",
     "Free",
-    "NAMES",
     "Proof",
     "Recv",
     "Run",

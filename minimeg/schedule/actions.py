@@ -145,6 +145,17 @@ class Schedule:
             )
         return virtual_stage // self.stages
 
+    def sender(self, rank: int, action: Action) -> tuple[int, Action] | None:
+        """Who makes what an action needs from a neighbouring virtual stage: F from the one before, B from the one after.
+
+        None at the ends of the model and for W.
+        """
+        step = {"F": -1, "B": +1}.get(action.kind)
+        stage = -1 if step is None else self.virtual_stage(rank, action.chunk) + step
+        if not 0 <= stage < self.virtual_stages:
+            return None
+        return self.rank_of(stage), Action(action.kind, action.microbatch, self.chunk_of(stage))
+
     def __str__(self) -> str:
         """A header, then one line a rank; ``Schedule.parse`` reads it back."""
         header = "# " + " ".join(f"{key}={getattr(self, key)}" for key in _HEADER)

@@ -28,8 +28,8 @@ def build(
     """A schedule by name; ``NAMES`` lists them.
 
     Args:
-        chunks: n, for "interleaved" (2 if None) and "forward-only" (1 if None). The others have a fixed number, and then 1 and None mean
-            that one.
+        chunks: n, for "interleaved" (2 if None) and "forward-only" (1 if None). The others have a fixed number, and for them 1 and None
+            mean that one.
         group_size: g, for "interleaved" only.
 
     Raises:

@@ -10,7 +10,7 @@ See it run: ``python -c "from minimeg.schedule import *; print(*plan(one_f_one_b
 
 from __future__ import annotations
 
-from minimeg.schedule.messages import Messages
+from minimeg.schedule.posting import Messages
 
 
 def known_uses(messages: Messages) -> list[dict[int, list[int]]]:

@@ -8,13 +8,8 @@ activation forth and every B a gradient back. Each rank then carries out a list 
     Send(transfer)   begin to send and go on
     Free(transfer)   let go of what was sent
 
-Why this cannot deadlock. All transfers are sorted into *one global order*, by the time at which their sender has them ready in a
-simulation with F = B = W = 1, and every rank posts its ends in that order. Of all transfers not yet done take the first in the order.
-Whatever its two ranks still wait for stands earlier in their lists, so it is earlier in the order, so it is done: both ends are posted
-and the transfer completes. That needs no tags and nothing about real times. It holds for gloo, where a send waits for its receive, and
-for NCCL, where messages between two ranks complete in the order in which they were issued.
-
-(Blocking sends in the order of 1F1B deadlock on nearly every configuration: see the deadlock lab in ``notebooks/06_pipelines.ipynb``.)
+All transfers stand in one global order in which every rank posts its ends; ``posting.py`` says why that cannot deadlock, and
+``freeing.py`` when a sent tensor may go.
 
 See it run: ``python -c "from minimeg.schedule import *; print(*plan(one_f_one_b(2, 2))[0], sep='\\n')"``.
 """
@@ -24,12 +19,11 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from minimeg.schedule.actions import Action, Schedule
-from minimeg.schedule.dependencies import Dependencies, unit_times
+from minimeg.schedule.freeing import known_uses
+from minimeg.schedule.posting import Messages
 
-_AHEAD = 2  # actions between posting a receive and using it: earlier would hold buffers, later would hold up the sender
 _SENDS_KEPT = 2  # forward-only: how many later sends a sent tensor outlives
 
 
@@ -89,76 +83,6 @@ class Free:
 Step = Recv | Run | Send | Free
 
 
-class Posts(NamedTuple):
-    """What one rank posts, in the global order.
-
-    Attributes:
-        transfers: places in the global order, ascending.
-        slots: beside each, before which of the rank's actions it is posted; the number of actions: after the last.
-    """
-
-    transfers: list[int]
-    slots: list[int]
-
-
-class Messages:
-    """All transfers of a schedule in the global order, and where each rank posts its ends. ``plan`` and ``prove`` share it.
-
-    Attributes:
-        producers, consumers: by place in the order, numbers of actions (see ``Dependencies``).
-        posts: per rank.
-    """
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.graph = graph = Dependencies(schedule)
-        self.end = unit_times(graph)
-        crossing = [
-            (need, number)
-            for rank, row in enumerate(graph.rows)
-            for number, need in zip(row, graph.needs[rank], strict=True)
-            if need >= 0 and graph.rank(need) != rank  # neighbours on one rank hand over in memory
-        ]
-        # Equal times go by virtual stage, kind, micro-batch, which is how actions are numbered.
-        crossing.sort(key=lambda pair: self.end[pair[0]] * graph.size + pair[0])
-        self.producers = [need for need, _ in crossing]
-        self.consumers = [number for _, number in crossing]
-        ends: list[list[int]] = [[] for _ in graph.rows]
-        for place, (need, number) in enumerate(crossing):
-            ends[graph.rank(need)].append(place)
-            ends[graph.rank(number)].append(place)
-        self.posts = [self._place(rank, mine) for rank, mine in enumerate(ends)]
-
-    def sends(self, rank: int, place: int) -> bool:
-        return self.graph.rank(self.producers[place]) == rank
-
-    def _place(self, rank: int, mine: list[int]) -> Posts:
-        """A send stands directly after its action. A receive stands two actions ahead of its use, but no later than the post after
-        it in the order, which it would hold up, and no earlier than the send before it.
-
-        There is always room: a transfer that comes before another in the order is ready before the other is used.
-        """
-        position = self.graph.position
-        slots = [
-            position[self.producers[place]] + 1
-            if self.sends(rank, place)
-            else max(0, position[self.consumers[place]] - _AHEAD)
-            for place in mine
-        ]
-        for i in range(len(mine) - 2, -1, -1):
-            if not self.sends(rank, mine[i]):
-                slots[i] = min(slots[i], slots[i + 1])
-        for i in range(1, len(mine)):
-            slots[i] = max(slots[i], slots[i - 1])
-        return Posts(mine, slots)
-
-    def transfer(self, place: int) -> Transfer:
-        """The transfer at a place of the global order, spelled out."""
-        graph, producer, consumer = self.graph, self.producers[place], self.consumers[place]
-        action = graph.action(producer)
-        kind = "activation" if action.kind == "F" else "gradient"
-        return Transfer(graph.rank(producer), graph.rank(consumer), action, graph.action(consumer), kind, place)
-
-
 def plan(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
     """Per rank the steps that an executor carries out.
 
@@ -166,9 +90,7 @@ def plan(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
         ScheduleError: the schedule is incomplete, or ranks wait for each other in a circle.
     """
     messages = Messages(schedule)
-    from minimeg.schedule.freeing import known_uses  # it reads Messages
-
-    transfers = [messages.transfer(place) for place in range(len(messages.producers))]
+    transfers = [_transfer(messages, place) for place in range(len(messages.producers))]
     covered = known_uses(messages)
     return tuple(tuple(_steps(messages, transfers, rank, covered[rank])) for rank in range(schedule.stages))
 
@@ -200,3 +122,11 @@ def _steps(messages: Messages, transfers: list[Transfer], rank: int, covered: di
                 yield Free(transfers[place])
     for place in unknown:
         yield Free(transfers[place])
+
+
+def _transfer(messages: Messages, place: int) -> Transfer:
+    """The transfer at a place of the global order, spelled out."""
+    graph, producer, consumer = messages.graph, messages.producers[place], messages.consumers[place]
+    action = graph.action(producer)
+    kind = "activation" if action.kind == "F" else "gradient"
+    return Transfer(graph.rank(producer), graph.rank(consumer), action, graph.action(consumer), kind, place)

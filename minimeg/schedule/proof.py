@@ -6,7 +6,7 @@
                holds it, no B before its F, no W before its B;
 2. acyclic     no ranks wait for each other in a circle, if messages arrive by themselves;
 3. messages    they do arrive: the posts of ``plan(schedule)``, made without waiting and matched in the order of issue without tags,
-               bring every message to its action. The argument is in ``messages.py``; what it assumes is checked here, post by post:
+               bring every message to its action. The argument is in ``posting.py``; what it assumes is checked here, post by post:
 
                a. every transfer is posted once by its sender and once by its receiver, on both in the one global order;
                b. a send is posted after its action has run, a receive before its action runs.
@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minimeg.schedule.actions import Schedule, ScheduleError, refuse
-from minimeg.schedule.messages import Messages
+from minimeg.schedule.posting import Messages
 from minimeg.schedule.timeline import peak_in_flight
 
 

@@ -97,6 +97,28 @@ class Timeline:
         ranks = range(len(self.spans))
         return tuple(max((level for _, level in self.memory(r, activation, weight_part)), default=0.0) for r in ranks)
 
+    @property
+    def critical_path(self) -> tuple[tuple[int, Span], ...]:
+        """(rank, Span) from the first action to the last to end, each waiting for the one before it. Only a shorter path saves time.
+
+        Of what an action waited for, the action before it on its rank and the message it needs, the one that came last is on the path.
+        """
+        place = {(rank, span.action): i for rank, row in enumerate(self.spans) for i, span in enumerate(row)}
+        last = max(range(len(self.spans)), key=lambda r: self.spans[r][-1].end if self.spans[r] else float("-inf"))
+        here: tuple[int, int] | None = (last, len(self.spans[last]) - 1) if self.spans[last] else None
+        path: list[tuple[int, Span]] = []
+        while here is not None:
+            rank, i = here
+            path.append((rank, self.spans[rank][i]))
+            here = (rank, i - 1) if i else None
+            arrival = self.spans[rank][i - 1].end if i else float("-inf")
+            sender = self.schedule.sender(rank, self.spans[rank][i].action)
+            if sender in place:
+                sent = self.spans[sender[0]][place[sender]].end + (self.comm if sender[0] != rank else 0.0)
+                if sent > arrival:
+                    here = (sender[0], place[sender])
+        return tuple(reversed(path))
+
     def svg(self) -> str:
         """The Gantt chart as SVG text."""
         from minimeg.schedule.drawing import gantt

@@ -1,0 +1,84 @@
+"""The order of all messages, and when each rank posts its ends: what makes every schedule free of deadlock.
+
+Why this cannot deadlock. All transfers are sorted into *one global order*, by the time at which their sender has them ready in a
+simulation with F = B = W = 1, and every rank posts its ends in that order. Of all transfers not yet done take the first in the order.
+Whatever its two ranks still wait for stands earlier in their lists, so it is earlier in the order, so it is done: both ends are posted
+and the transfer completes. That needs no tags and nothing about real times. It holds for gloo, where a send waits for its receive, and
+for NCCL, where messages between two ranks complete in the order in which they were issued.
+
+(Blocking sends in the order of 1F1B deadlock on nearly every configuration: see the deadlock lab in ``notebooks/06_pipelines.ipynb``.)
+
+See the posts: ``python -c "from minimeg.schedule import *; print(*plan(one_f_one_b(2, 2))[0], sep='\\n')"``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from minimeg.schedule.actions import Schedule
+from minimeg.schedule.dependencies import Dependencies, unit_times
+
+_AHEAD = 2  # actions between posting a receive and using it: earlier would hold buffers, later would hold up the sender
+
+
+class Posts(NamedTuple):
+    """What one rank posts, in the global order.
+
+    Attributes:
+        transfers: places in the global order, ascending.
+        slots: beside each, before which of the rank's actions it is posted; the number of actions: after the last.
+    """
+
+    transfers: list[int]
+    slots: list[int]
+
+
+class Messages:
+    """All transfers of a schedule in the global order, and where each rank posts its ends. ``plan`` and ``prove`` share it.
+
+    Attributes:
+        producers, consumers: by place in the order, numbers of actions (see ``Dependencies``).
+        posts: per rank.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.graph = graph = Dependencies(schedule)
+        self.end = unit_times(graph)
+        crossing = [
+            (need, number)
+            for rank, row in enumerate(graph.rows)
+            for number, need in zip(row, graph.needs[rank], strict=True)
+            if need >= 0 and graph.rank(need) != rank  # neighbours on one rank hand over in memory
+        ]
+        # Equal times go by virtual stage, kind, micro-batch, which is how actions are numbered.
+        crossing.sort(key=lambda pair: self.end[pair[0]] * graph.size + pair[0])
+        self.producers = [need for need, _ in crossing]
+        self.consumers = [number for _, number in crossing]
+        ends: list[list[int]] = [[] for _ in graph.rows]
+        for place, (need, number) in enumerate(crossing):
+            ends[graph.rank(need)].append(place)
+            ends[graph.rank(number)].append(place)
+        self.posts = [self._place(rank, mine) for rank, mine in enumerate(ends)]
+
+    def sends(self, rank: int, place: int) -> bool:
+        return self.graph.rank(self.producers[place]) == rank
+
+    def _place(self, rank: int, mine: list[int]) -> Posts:
+        """A send stands directly after its action. A receive stands two actions ahead of its use, but no later than the post after
+        it in the order, which it would hold up, and no earlier than the send before it.
+
+        There is always room: a transfer that comes before another in the order is ready before the other is used.
+        """
+        position = self.graph.position
+        slots = [
+            position[self.producers[place]] + 1
+            if self.sends(rank, place)
+            else max(0, position[self.consumers[place]] - _AHEAD)
+            for place in mine
+        ]
+        for i in range(len(mine) - 2, -1, -1):
+            if not self.sends(rank, mine[i]):
+                slots[i] = min(slots[i], slots[i + 1])
+        for i in range(1, len(mine)):
+            slots[i] = max(slots[i], slots[i - 1])
+        return Posts(mine, slots)

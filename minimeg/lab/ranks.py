@@ -173,13 +173,13 @@ class Ranks:
             self._listen(pending, results, story, time.monotonic() + timeout, until_trouble=True)
             if pending or story.failures or story.died:
                 story.timeout = None if story.failures or story.died else timeout
-                self._untangle(pending, results, story)
+                self._untangle(set(jobs), pending, results, story)
                 raise story.verdict()
         except RankError:
             raise
         except BaseException as error:  # Ctrl-C, or the kernel's interrupt button
             try:
-                self._untangle(pending, results, story)
+                self._untangle(set(jobs), pending, results, story)
             except BaseException:
                 self.close()
                 raise
@@ -233,19 +233,18 @@ class Ranks:
         pending.discard(rank)
         story.died[rank] = process.exitcode
 
-    def _untangle(self, pending: set[int], results: dict[int, Any], story: Story) -> None:
+    def _untangle(self, working: set[int], pending: set[int], results: dict[int, Any], story: Story) -> None:
         """After trouble: note where each rank is, free all, and leave the pool ready for the next call."""
         self._joined = False
         self._listen(pending, results, story, time.monotonic() + SETTLE)
         places = self._ask("where", pending)
         self._listen(pending, results, story, time.monotonic())  # who failed while the others were asked
-        everyone = set(range(self.size))
         deaf = {rank for rank in pending if rank not in places}
-        story.waiting = dict.fromkeys(everyone - pending - set(story.failures) - set(story.died), "finished")
+        story.waiting = dict.fromkeys(working - pending - set(story.failures) - set(story.died), "finished")
         story.waiting |= {
             rank: places.get(rank, "not answering: native code holds its interpreter") for rank in pending
         }
-        freed = self._ask("free", everyone - set(story.died) - deaf)
+        freed = self._ask("free", set(range(self.size)) - set(story.died) - deaf)
         aftermath = Story()  # what fails now fails because it was freed; only a death still counts
         self._listen(pending, results, aftermath, time.monotonic() + (0 if deaf else GRACE))
         story.died |= aftermath.died

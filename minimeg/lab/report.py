@@ -78,14 +78,20 @@ class RankError(RuntimeError):
 
     def describe(self, with_traceback: bool = True) -> str:
         lines = [self.headline]
-        if with_traceback and self.failure is not None:
-            lines.append(self.failure.traceback.rstrip())
+        if self.failure is not None:
+            lines += (
+                [self.failure.traceback.rstrip()] if with_traceback else [f"  {step}" for step in self.failure.steps]
+            )
         if self.waiting:
             lines.append("Where the other ranks were:" if self.rank is not None else "Where the ranks were:")
             lines += where_table(self.waiting)
         if self.restarted:
             lines.append("The ranks were started again: their variables are gone.")
         return "\n".join(lines)
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: where it happened on the rank, rather than where the notebook waited for it."""
+        return self.describe(with_traceback=False).splitlines()
 
 
 def where_table(waiting: dict[int, str]) -> list[str]:
@@ -130,8 +136,15 @@ class Story:
             )
             return RankError("timeout", None, headline, self._others([]), restarted=self.restarted)
         first = (own or in_order)[0]
-        # The same exception on several ranks is one mistake; which of them raised first is chance, so the lowest speaks.
-        same = sorted((f for f in (own or in_order) if f.summary == first.summary), key=lambda f: f.rank)
+        # The same exception at the same line is one mistake; which of its ranks came first is chance: the lowest speaks.
+        same = sorted(
+            (
+                f
+                for f in (own or in_order)
+                if (f.name, f.line or f.summary) == (first.name, first.line or first.summary)
+            ),
+            key=lambda f: f.rank,
+        )
         blamed, also = same[0], tuple(f.rank for f in same[1:])
         who = f"rank {blamed.rank}" if not also else f"ranks {spans([blamed.rank, *also])}"
         return RankError(

@@ -74,7 +74,8 @@ def describe(rank: int, error: BaseException) -> Failure:
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_MACHINERY):
         trace = trace.tb_next
     places = [*traceback.walk_tb(trace)]
-    steps = [tell(place, with_source=not place[0].f_code.co_filename.startswith(_LIBRARIES)) for place in places]
+    shown = [place for place in places if not place[0].f_code.co_filename.startswith(_MACHINERY)]
+    steps = [tell(place, with_source=not place[0].f_code.co_filename.startswith(_LIBRARIES)) for place in shown]
     if isinstance(error, SyntaxError) and error.filename:
         steps.append(f"{error.filename}, line {error.lineno}: {(error.text or '').strip()}")
     return Failure(

@@ -56,7 +56,7 @@ def main(settings: Settings, tasks: Connection, control: Connection, lifeline: C
 def emit(value: Any) -> None:
     """From inside a call: send ``value`` to the parent at once (see ``Ranks.map``)."""
     assert _WORKER is not None, "only inside a rank"
-    _WORKER.tasks.send_bytes(dumps((_WORKER.busy, "output", value)))
+    _WORKER.send(_WORKER.busy, "output", value)
 
 
 class Worker:
@@ -67,6 +67,8 @@ class Worker:
         self.busy = 0  # the number of the call that the main thread is in; 0: none
         self.freed = 0  # the number of the last call that was freed
         self.main_thread = threading.get_ident()
+        self.sending = threading.RLock()  # threads that user code started may emit, too
+        self.mid_message = False
         # A terminal and Jupyter send Ctrl-C to the whole process group. Only the parent decides what it means.
         signal.signal(signal.SIGINT, self._interrupt)
         _set_environment(settings)
@@ -82,7 +84,16 @@ class Worker:
             kind, value = self._perform(number, job)
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
-            self.tasks.send_bytes(dumps((number, kind, value)))
+            self.send(number, kind, value)
+
+    def send(self, number: int, kind: str, value: Any) -> None:
+        message = dumps((number, kind, value))
+        with self.sending:
+            self.mid_message = True  # half a message would garble all that follow
+            try:
+                self.tasks.send_bytes(message)
+            finally:
+                self.mid_message = False
 
     def _perform(self, number: int, job: bytes) -> tuple[str, Any]:
         """-> ("done", (result bytes, still in a group?)), ("failed", Failure) or ("freed", None)."""
@@ -100,7 +111,7 @@ class Worker:
         return "done", (result, _in_a_group())
 
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
-        if self.busy and self.busy == self.freed:
+        if self.busy and self.busy == self.freed and not self.mid_message:
             raise Freed
 
     # ---- control thread ----------------------------------------------------------------------------------------------------

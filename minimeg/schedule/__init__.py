@@ -9,6 +9,7 @@
 
 from minimeg.schedule.actions import Action, Schedule, ScheduleError
 from minimeg.schedule.catalogue import NAMES, build
+from minimeg.schedule.dualpipe import dualpipe_v
 from minimeg.schedule.messages import Free, Recv, Run, Send, Step, Transfer, plan
 from minimeg.schedule.orders import forward_only, gpipe, interleaved, one_f_one_b
 from minimeg.schedule.pipedream import pipedream, pipedream_2bw
@@ -32,6 +33,7 @@ __all__ = [
     "Timeline",
     "Transfer",
     "build",
+    "dualpipe_v",
     "forward_only",
     "gpipe",
     "interleaved",

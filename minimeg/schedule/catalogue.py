@@ -6,6 +6,7 @@ See the list: ``python -m minimeg.schedule --help``.
 from __future__ import annotations
 
 from minimeg.schedule.actions import Schedule, refuse
+from minimeg.schedule.dualpipe import dualpipe_v
 from minimeg.schedule.orders import forward_only, gpipe, interleaved, one_f_one_b
 from minimeg.schedule.pipedream import pipedream, pipedream_2bw
 from minimeg.schedule.zero_bubble import zero_bubble_h1, zero_bubble_h2, zero_bubble_v
@@ -18,8 +19,19 @@ ONE_CHUNK = {
     "pipedream": pipedream,
     "pipedream-2bw": pipedream_2bw,
 }
-TWO_CHUNKS = {"zb-v": zero_bubble_v}
-NAMES = ("gpipe", "1f1b", "interleaved", "forward-only", "zb-h1", "zb-h2", "zb-v", "pipedream", "pipedream-2bw")
+TWO_CHUNKS = {"zb-v": zero_bubble_v, "dualpipe-v": dualpipe_v}
+NAMES = (
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "forward-only",
+    "zb-h1",
+    "zb-h2",
+    "zb-v",
+    "dualpipe-v",
+    "pipedream",
+    "pipedream-2bw",
+)
 
 
 def build(

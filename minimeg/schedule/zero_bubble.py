@@ -20,10 +20,9 @@ See them run: ``python -m minimeg.schedule 1f1b zb-h1 zb-h2 zb-v --compare --pp 
 
 from __future__ import annotations
 
-from collections import Counter, deque
-
 from minimeg.schedule.actions import Action, Schedule
 from minimeg.schedule.orders import actions, check
+from minimeg.schedule.phases import Phases, v_schedule
 
 
 def zero_bubble_h1(stages: int, microbatches: int) -> Schedule:
@@ -54,41 +53,17 @@ def _row_with_lag(microbatches: int, warmup: int, lag: int) -> tuple[Action, ...
 
 
 def zero_bubble_v(stages: int, microbatches: int) -> Schedule:
-    """ZB-V: two chunks a rank in a "v", no bubble at F = B = W and m >= 2p, with p activations (2p chunks) on every rank.
-
-    For m < 2p - 1 the order of m = 2p - 1 is taken and the micro-batches that do not exist are left out.
-    """
+    """ZB-V: two chunks a rank in a "v", no bubble at F = B = W and m >= 2p, with p activations (2p chunks) on every rank."""
     check(stages=stages, microbatches=microbatches)
-    padded = max(microbatches, 2 * stages - 1)
-    rows = tuple(
-        tuple(action for action in _row_of_v(stages, padded, rank) if action.microbatch < microbatches)
-        for rank in range(stages)
-    )
-    return Schedule("zb-v", stages, microbatches, 2, rows, placement="v")
+    p = stages
 
+    def write(row: Phases, rank: int) -> None:
+        row.do("F0", 2 * (p - rank) - 1)  # until the first micro-batch is back from the turn of the v
+        row.do("F1 F0", rank)
+        row.do("F1 B1 W", p - rank)  # until its gradient has gone round the v too
+        row.do("F0 B0 W F1 B1 W", row.microbatches - p)  # at the end of it no F0 is left
+        row.do("B0 B1", rank)  # other ranks wait for these, so W is put off
+        row.do("B0 W", p - rank)
+        row.do_waiting()
 
-def _row_of_v(p: int, m: int, rank: int) -> list[Action]:
-    """One rank of ZB-V, phase by phase. "F1" is the next forward of chunk 1; "W" is the weight gradient that has waited longest."""
-    row: list[Action] = []
-    begun = Counter[str]()
-    waiting: deque[Action] = deque()
-
-    def do(names: str, times: int) -> None:
-        for name in names.split() * times:
-            if name == "W":
-                row.append(waiting.popleft())
-            elif begun[name] < m:  # towards the end there is no F0 left
-                kind, chunk = name[0], int(name[1])
-                row.append(Action(kind, begun[name], chunk))
-                if kind == "B":
-                    waiting.append(Action("W", begun[name], chunk))
-                begun[name] += 1
-
-    do("F0", 2 * (p - rank) - 1)  # until the first micro-batch is back from the turn of the v
-    do("F1 F0", rank)
-    do("F1 B1 W", p - rank)  # until its gradient has gone round the v too
-    do("F0 B0 W F1 B1 W", m - p)
-    do("B0 B1", rank)  # the other ranks wait for these, so W is put off
-    do("B0 W", p - rank)
-    do("W", len(waiting))
-    return row
+    return v_schedule("zb-v", p, microbatches, 2 * p - 1, write)

@@ -12,11 +12,11 @@ See it: ``python -c "from minimeg.grid import Grid; print(Grid(16, tp=2, pp=4))"
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from math import isqrt, prod
 
-from minimeg.grid_drawing import draw, table
+from minimeg.grid_drawing import draw
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 # In which order axes of size 1 that an order string leaves out are appended to it: Megatron's.
@@ -129,9 +129,15 @@ class Grid:
         """[first] rank of each pipeline, which alone holds the position embedding."""
         return [[pipeline[0]] for pipeline in self.groups("pp")]
 
+    @property
+    def summary(self) -> str:
+        sizes = " ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1)
+        plural = "s" if self.world_size > 1 else ""
+        return f"{self.world_size} rank{plural}: {sizes or 'every axis has size 1'}, order {self.order}"
+
     def __str__(self) -> str:
-        """A table: pipeline stages downwards, tp (then cp, ep) side by side, dp blocks to the right."""
-        return table(self)
+        """A table: stages (and cp) downwards, tp side by side, ep and dp to the right. Wide grids continue below."""
+        return "\n".join(_table(self))
 
     def svg(self, selected_rank: int | None = None, ranks_per_node: int | None = None) -> str:
         """The grid as a picture (SVG text), drawn as everywhere in the course.
@@ -144,6 +150,35 @@ class Grid:
         if ranks_per_node is not None and (not _is_integer(ranks_per_node) or ranks_per_node < 1):
             raise ValueError(f"ranks_per_node={ranks_per_node!r} must be an integer of at least 1, e.g. 8")
         return draw(self, selected_rank, ranks_per_node)
+
+
+def _table(grid: Grid, width: int = 120) -> Iterator[str]:
+    """The lines of ``str(grid)``. Columns that do not fit into ``width`` characters continue below."""
+
+    def name(axis: str, index: int) -> str:
+        return f"{axis} {index:<{len(str(grid.sizes[axis] - 1))}}"
+
+    sides = [axis for axis in ("pp", "cp") if grid.sizes[axis] > 1]
+    tops = [axis for axis in ("dp", "ep", "tp") if grid.sizes[axis] > 1]
+    rows = [{"pp": pp, "cp": cp} for pp in range(grid.pp) for cp in range(grid.cp)]
+    columns = [
+        {"dp": dp, "ep": ep, "tp": tp} for dp in range(grid.dp) for ep in range(grid.ep) for tp in range(grid.tp)
+    ]
+    labels = ["  ".join(name(axis, row[axis]) for axis in sides) for row in rows]
+    cell = 2 + max(len(str(grid.world_size - 1)), *(len(name(axis, 0)) for axis in tops), 0)
+    fit = max(1, (width - len(labels[0])) // cell)
+    fit = fit // grid.tp * grid.tp or fit  # a tensor-parallel group stays on one line if it can
+    yield grid.summary
+    for start in range(0, len(columns), fit):
+        band = columns[start : start + fit]
+        yield ""
+        for axis in tops:
+            # An outer axis is named where it changes, tp above every column.
+            shown = [axis == "tp" or i == 0 or at[axis] != band[i - 1][axis] for i, at in enumerate(band)]
+            names = (name(axis, at[axis]) if show else "" for at, show in zip(band, shown, strict=True))
+            yield (" " * len(labels[0]) + "".join(text.rjust(cell) for text in names)).rstrip()
+        for label, row in zip(labels, rows, strict=True):
+            yield label + "".join(str(grid.rank_at(**row, **at)).rjust(cell) for at in band)
 
 
 def _is_integer(value: object) -> bool:

@@ -1,9 +1,9 @@
-"""How a grid of ranks looks, as a text table and as SVG. Both lie alike, here and everywhere in the course:
+"""How a grid of ranks looks as SVG. It lies as everywhere in the course, and as the text table that ``print(grid)`` gives:
 
 pipeline stages downwards (the forward pass falls), tensor-parallel ranks as touching cells side by side, context-parallel ranks as
 parts of one cell, data-parallel replicas as separate blocks to the right. A machine (node) is a dashed box around its ranks.
 
-See it: ``Grid(16, tp=2, pp=4).svg(selected_rank=5, ranks_per_node=8)`` in a notebook, or ``print(Grid(16, tp=2, pp=4))``.
+See it: ``Grid(16, tp=2, pp=4).svg(selected_rank=5, ranks_per_node=8)`` in a notebook.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from xml.sax.saxutils import escape
 if TYPE_CHECKING:
     from minimeg.grid import Grid
 
-WIDTH, MARGIN = 760, 14
-CELL_HEIGHT, STAGE_GAP = 44, 30
+WIDTH, MARGIN, TOP = 760, 14, 38
+CELL_HEIGHT, STAGE_GAP, HEADING_GAP = 48, 30, 20
 DP_GAP, EP_GAP = 26, 12
-NARROWEST_CELL, WIDEST_CELL = 36, 68
+NARROWEST_CELL, WIDEST_CELL = 36, 92
 INK, PALE, NODE, SLOW = "#222222", "#BBBBBB", "#767676", "#D55E00"
 # Each axis has a colour, a dash pattern and a width, so that none is told by colour alone; dp is a double line, pp ends in an arrow.
 STYLE = {
@@ -37,45 +37,6 @@ MEANING = {
     "dp": ("data", "blocks to the right"),
     "pp": ("pipeline", "downwards"),
 }
-
-
-def heading(grid: Grid) -> str:
-    sizes = " ".join(f"{axis}={size}" for axis, size in grid.sizes.items() if size > 1)
-    return (
-        f"{grid.world_size} rank{'s' * (grid.world_size > 1)}: {sizes or 'every axis has size 1'}, order {grid.order}"
-    )
-
-
-def table(grid: Grid, width: int = 120) -> str:
-    """The grid as text. Columns that do not fit into ``width`` characters continue below."""
-    labels = [axis for axis in ("pp", "cp") if grid.sizes[axis] > 1]
-    headings = [axis for axis in ("dp", "ep", "tp") if grid.sizes[axis] > 1]
-    rows = [{"pp": pp, "cp": cp} for pp in range(grid.pp) for cp in range(grid.cp)]
-    columns = [
-        {"dp": dp, "ep": ep, "tp": tp} for dp in range(grid.dp) for ep in range(grid.ep) for tp in range(grid.tp)
-    ]
-
-    def name(place: dict[str, int], axis: str) -> str:
-        return f"{axis} {place[axis]:<{len(str(grid.sizes[axis] - 1))}}"
-
-    side = ["  ".join(name(row, axis) for axis in labels) for row in rows]
-    cell = max([len(str(grid.world_size - 1)), *(len(name(columns[0], axis)) for axis in headings)]) + 2
-    fit = max(1, (width - len(side[0])) // cell)
-    fit = fit // grid.tp * grid.tp or fit  # a tensor-parallel group stays on one line if it can
-    lines = [heading(grid)]
-    for start in range(0, len(columns), fit):
-        band = columns[start : start + fit]
-        lines.append("")
-        for axis in headings:
-            shown = [axis == "tp" or i == 0 or place[axis] != band[i - 1][axis] for i, place in enumerate(band)]
-            texts = (name(place, axis) if show else "" for place, show in zip(band, shown, strict=True))
-            lines.append(" " * len(side[0]) + "".join(text.rjust(cell) for text in texts))
-        for label, row in zip(side, rows, strict=True):
-            lines.append(label + "".join(str(grid.rank_at(**row, **place)).rjust(cell) for place in band))
-    return "\n".join(line.rstrip() for line in lines)
-
-
-# ---- SVG ---------------------------------------------------------------------------------------------------------------------
 
 
 def element(tag: str, text: str | None = None, /, **attributes: object) -> str:
@@ -124,12 +85,12 @@ class Layout:
     @property
     def band_height(self) -> int:
         stages = self.grid.pp * self.grid.cp * CELL_HEIGHT + (self.grid.pp - 1) * STAGE_GAP
-        return 16 * len(self.headings) + 12 + stages + 24
+        return 16 * len(self.headings) + HEADING_GAP + stages + 22
 
     @property
     def bottom(self) -> int:
         columns = self.grid.dp * self.grid.ep * self.grid.tp
-        return 36 + -(-columns // self.columns_per_band) * self.band_height
+        return TOP + -(-columns // self.columns_per_band) * self.band_height
 
     def gap_before(self, column: int) -> int:
         """Between this column and the one to its left, in one band."""
@@ -143,7 +104,7 @@ class Layout:
 
     def y(self, band: int, row: int) -> int:
         """Upper edge of a row; there are pp * cp of them in a band."""
-        top = 36 + band * self.band_height + 16 * len(self.headings) + 12
+        top = TOP + band * self.band_height + 16 * len(self.headings) + HEADING_GAP
         return top + row * CELL_HEIGHT + row // self.grid.cp * STAGE_GAP
 
     def place(self, rank: int) -> tuple[int, int, int]:
@@ -162,9 +123,9 @@ def draw(grid: Grid, selected_rank: int | None, ranks_per_node: int | None) -> s
     axes = [axis for axis, size in grid.sizes.items() if size > 1]
     legend, sentence = _legend(grid, axes, selected_rank, ranks_per_node, layout.bottom)
     parts = [
-        element("title", heading(grid)),
+        element("title", grid.summary),
         element("desc", sentence),
-        element("text", heading(grid), fill=INK, font_size=13, font_weight="bold", x=MARGIN, y=22),
+        element("text", grid.summary, fill=INK, font_size=13, font_weight="bold", x=MARGIN, y=22),
         *_cells(layout, selected_rank),
         *_headings(layout),
     ]
@@ -174,7 +135,7 @@ def draw(grid: Grid, selected_rank: int | None, ranks_per_node: int | None) -> s
         for axis in axes:
             parts += _lines(layout, axis, _group_of(grid, axis, selected_rank), ranks_per_node)
     width = max(WIDTH, layout.right + MARGIN)
-    height = layout.bottom + 22 * (len(legend) // 2 + 1)
+    height = layout.bottom + 22 * max(1, len(legend) // 2)
     head = (
         f'<svg font-family="system-ui, sans-serif" font-size="12" role="img" viewBox="0 0 {width} {height}" '
         f'width="{WIDTH}" xmlns="http://www.w3.org/2000/svg">'
@@ -194,7 +155,7 @@ def _cells(layout: Layout, selected_rank: int | None) -> Iterator[str]:
         yield element("rect", fill="#FFFFFF", height=CELL_HEIGHT, stroke=outline, width=layout.cell, x=x, y=y)
         weight = "bold" if rank == selected_rank else None
         middle = x + layout.cell // 2
-        yield element("text", f"r{rank}", fill=INK, font_weight=weight, text_anchor="middle", x=middle, y=y + 27)
+        yield element("text", f"r{rank}", fill=INK, font_weight=weight, text_anchor="middle", x=middle, y=y + 29)
         if c > 1 and layout.place(rank)[1] % c == c - 1:  # the outline of the cell of which this rank is the last part
             top, height = y - (c - 1) * CELL_HEIGHT, c * CELL_HEIGHT
             yield element("rect", fill="none", height=height, stroke=INK, width=layout.cell, x=x, y=top)
@@ -217,13 +178,13 @@ def _headings(layout: Layout) -> Iterator[str]:
                 left = layout.x(start - first)
                 right = layout.x(min(start + span, last) - 1 - first) + layout.cell
                 label = f"{axis} {start // spans[axis] % grid.sizes[axis]}"
-                y = top - 14 - 16 * line
+                y = top - HEADING_GAP + 1 - 16 * line
                 yield element("text", label, fill=INK, text_anchor="middle", x=(left + right) // 2, y=y)
         for row in range(grid.pp * grid.cp):
             y = layout.y(band, row)
             if grid.cp > 1:
                 label = f"cp {row % grid.cp}"
-                yield element("text", label, fill=INK, text_anchor="end", x=layout.left - 12, y=y + 27)
+                yield element("text", label, fill=INK, text_anchor="end", x=layout.left - 12, y=y + 29)
             if grid.pp > 1 and row % grid.cp == 0:
                 middle = y + grid.cp * CELL_HEIGHT // 2 + 5
                 yield element("text", f"pp {row // grid.cp}", fill=INK, x=MARGIN, y=middle)
@@ -266,15 +227,15 @@ def _rectangles(places: set[tuple[int, int, int]]) -> Iterator[tuple[int, int, i
 
 def _haloed(text: str, x: int, y: int, colour: str, anchor: str) -> str:
     """Small text that stays readable on top of lines."""
-    halo = {"paint_order": "stroke", "stroke": "#FFFFFF", "stroke_linejoin": "round", "stroke_width": 4}
+    halo = {"paint_order": "stroke", "stroke": "#FFFFFF", "stroke_linejoin": "round", "stroke_width": 5}
     return element("text", text, fill=colour, font_size=10, text_anchor=anchor, x=x, y=y, **halo)
 
 
 def _lines(layout: Layout, axis: str, group: list[int], ranks_per_node: int | None) -> Iterator[str]:
     """A group as a line with a stop at each member; each axis keeps its own track through the cells, so lines never hide another."""
-    edge = min(9, layout.cell // 5)
+    edge = min(10, layout.cell // 8)
     dx = {"pp": edge, "cp": layout.cell - edge}.get(axis, layout.cell // 2)
-    dy = {"dp": 7, "ep": 7 if layout.grid.dp == 1 else 15, "tp": CELL_HEIGHT - 7}.get(axis, CELL_HEIGHT // 2)
+    dy = {"dp": 6, "ep": 6 if layout.grid.dp == 1 else 15, "tp": CELL_HEIGHT - 7}.get(axis, CELL_HEIGHT // 2)
     stops = {rank: (layout.corner(rank)[0] + dx, layout.corner(rank)[1] + dy) for rank in group}
     words = []
     for a, b in pairwise(group):
@@ -286,9 +247,13 @@ def _lines(layout: Layout, axis: str, group: list[int], ranks_per_node: int | No
             yield _link(axis, x1, y1, layout.right + 10, y1, slow)
             yield _link(axis, layout.left - 10, y2, x2, y2, slow)
             x2, y2 = layout.right + 10, y1
-        if slow:
-            at = (x1 + 6, y2 - CELL_HEIGHT // 2 - STAGE_GAP // 2 + 4) if x1 == x2 else ((x1 + x2) // 2, y1 + 4)
-            words.append(_haloed("slow", *at, SLOW, "start" if x1 == x2 else "middle"))
+        if slow and axis == "pp":  # beside the arrow, in the gap below the stage that it leaves
+            band, row, _ = layout.place(a)
+            end_of_stage = layout.y(band, row // layout.grid.cp * layout.grid.cp + layout.grid.cp - 1) + CELL_HEIGHT
+            words.append(_haloed("slow", x1 + 6, end_of_stage + STAGE_GAP // 2 + 3, SLOW, "start"))
+        elif slow:  # on the line; between parts of a cell above the border, where the name of a node may stand
+            lift = 6 if x1 == x2 else -4
+            words.append(_haloed("slow", (x1 + x2) // 2, (y1 + y2) // 2 - lift, SLOW, "middle"))
     for x, y in stops.values():
         yield element("circle", cx=x, cy=y, fill=STYLE[axis][0], r=4, stroke="#FFFFFF", stroke_width=1)
     yield from words
@@ -317,7 +282,7 @@ def _legend(
     """Two elements a line beneath the picture, and the sentence that says in words what it shows."""
     if selected_rank is None:
         sentence = "; ".join(f"{axis} ({MEANING[axis][0]}) {MEANING[axis][1]}" for axis in axes) or "one rank alone"
-        return [element("text", sentence, fill=INK, x=MARGIN, y=top + 8)], f"{heading(grid)}: {sentence}."
+        return [element("text", sentence, fill=INK, x=MARGIN, y=top + 8)], f"{grid.summary}: {sentence}."
     parts, said = [], []
     for line, axis in enumerate(axes):
         group, y = _group_of(grid, axis, selected_rank), top + 8 + 22 * line
@@ -326,8 +291,8 @@ def _legend(
         text = f"{axis} ({MEANING[axis][0]}), {len(group)} ranks: {members}"
         if ranks_per_node is not None:
             leaving = sum(a // ranks_per_node != b // ranks_per_node for a, b in pairwise(group))
-            text += f", {leaving} of {len(group) - 1} links slow" if leaving else ", inside one node"
+            text += f", {leaving} of {len(group) - 1} links between nodes: slow" if leaving else ", inside one node"
         said.append(text)
         parts.append(_link(axis, MARGIN, y - 4, MARGIN + 36, y - 4))
         parts.append(element("text", text, fill=INK, x=MARGIN + 48, y=y))
-    return parts, f"{heading(grid)}. Groups of rank {selected_rank}: {'; '.join(said) or 'itself alone'}."
+    return parts, f"{grid.summary}. Groups of rank {selected_rank}: {'; '.join(said) or 'itself alone'}."

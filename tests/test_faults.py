@@ -532,6 +532,11 @@ def test_stop_in_each_rank(tmp_path: Path, rank: int, phase: str) -> None:
 
 
 @pytest.mark.soak
+def test_a_stopped_rank_is_found_long_before_the_wait_of_the_others_ends(tmp_path: Path) -> None:
+    _check_fault(tmp_path, 2, "forward", "stop", 3, 20 + 10, "--timeout", "60")
+
+
+@pytest.mark.soak
 def test_a_rank_that_keeps_the_others_waiting_is_named(tmp_path: Path) -> None:
     with _training(tmp_path, "--timeout", "5", MINIMEG_FAULT="1:3:backward:slow=60") as job:
         job.process.wait(90)

@@ -41,9 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print("\n\n".join(map(lambda p, t: report(p, t, *memory), proofs, timelines)))
     if options.svg:
-        from minimeg.schedule.drawing import gantt
-
-        options.svg.write_text(gantt(*timelines), encoding="utf-8")
+        options.svg.write_text(_picture(timelines), encoding="utf-8")
     return 0
 
 
@@ -86,6 +84,14 @@ def comparison(
         )
         for row in rows
     )
+
+
+def _picture(timelines: Sequence[Timeline]) -> str:
+    from minimeg.schedule.drawing import gantt, gantt_stack
+
+    if len(timelines) == 1:
+        return gantt(timelines[0])
+    return gantt_stack([(timeline.schedule.name, timeline) for timeline in timelines])
 
 
 def _schedules(options: argparse.Namespace) -> list[Schedule]:

@@ -348,27 +348,43 @@ def test_picture_follows_the_rules_of_the_course(grid: Grid, rank: int | None, p
                 assert 0 <= int(value) <= limit, (element.tag, name, value)  # int: the coordinates are whole numbers
 
 
-def cells_of(picture: ElementTree.Element) -> dict[int, tuple[int, int]]:
-    """Rank -> middle of its name in the picture."""
+Box = tuple[int, int, int, int]  # left, upper, right, lower edge
+
+
+def box_of(rect: ElementTree.Element) -> Box:
+    x, y, width, height = (int(rect.get(name, "")) for name in ("x", "y", "width", "height"))
+    return x, y, x + width, y + height
+
+
+def cells_of(picture: ElementTree.Element) -> dict[int, Box]:
+    """Rank -> its cell, the rectangle before its name."""
     return {
-        int(element.text[1:]): (int(element.get("x", "")), int(element.get("y", "")))
-        for element in picture.iter(f"{SVG}text")
-        if element.text and re.fullmatch(r"r\d+", element.text)
+        int(name.text[1:]): box_of(rect)
+        for rect, name in pairwise(picture)
+        if name.tag == f"{SVG}text" and name.text and re.fullmatch(r"r\d+", name.text)
     }
 
 
 def test_cells_lie_as_the_course_says() -> None:
     grid = Grid(96, tp=2, cp=2, ep=3, pp=4)
     cells = cells_of(ElementTree.fromstring(grid.svg()))
-    for axis in ("tp", "dp", "cp", "pp"):
-        for a, b in (pair for group in grid.groups(axis) for pair in pairwise(group)):
-            (x1, y1), (x2, y2) = cells[a], cells[b]
-            if axis in ("cp", "pp"):
-                assert x1 == x2
-                assert y1 < y2
-            else:
-                assert (y1 == y2 and x1 < x2) or y2 > y1  # to the right, or in the next band
     assert len(set(cells.values())) == grid.world_size
+
+    def neighbours(axis: str) -> list[tuple[Box, Box]]:
+        return [(cells[a], cells[b]) for group in grid.groups(axis) for a, b in pairwise(group)]
+
+    for (_, upper, right, _), (left, next_upper, _, _) in neighbours("tp"):
+        assert (left, next_upper) == (right, upper)  # touching, side by side
+    for (left, _, _, lower), (next_left, upper, _, _) in neighbours("cp"):
+        assert (next_left, upper) == (left, lower)  # touching, one above the other
+    for (left, _, _, lower), (next_left, upper, _, _) in neighbours("pp"):
+        assert next_left == left
+        assert upper > lower + 20
+    for axis in ("ep", "dp"):
+        for (_, upper, right, _), (left, next_upper, _, _) in neighbours(axis):
+            assert (
+                next_upper == upper and left > right + 10
+            ) or next_upper > upper  # to the right, or in the next band
 
 
 def test_picture_shows_the_groups_of_the_selected_rank() -> None:
@@ -397,22 +413,29 @@ def test_slow_links_depend_on_the_order(order: str, slow: int) -> None:
         assert texts_of(ElementTree.fromstring(grid.svg(b, 8))).count("slow") >= 1
 
 
-def test_node_boxes_hold_just_their_ranks() -> None:
-    """Every rank is in one box, its node's, also where the ranks of a node do not lie in one rectangle."""
-    for grid, per_node in (
+@pytest.mark.parametrize(
+    ("grid", "per_node"),
+    [
         (Grid(16, tp=2, pp=4), 8),
         (Grid(32, tp=2, cp=2, pp=4), 6),
         (Grid(64), 8),
         (Grid(16, tp=4, pp=2), 3),
-    ):
-        picture = ElementTree.fromstring(grid.svg(ranks_per_node=per_node))
-        cells = cells_of(picture)
-        children = list(picture)
-        inside: dict[int, list[int]] = {rank: [] for rank in cells}
-        for box, label in pairwise(children):
-            if box.get("stroke-dasharray") == "6 4" and box.tag == f"{SVG}rect":
-                x, y, width, height = (int(box.get(name, "")) for name in ("x", "y", "width", "height"))
-                for rank, (cx, cy) in cells.items():
-                    if x < cx < x + width and y < cy < y + height:
-                        inside[rank].append(int((label.text or "").split()[1]))
-        assert inside == {rank: [rank // per_node] for rank in cells}
+        (Grid(8, tp=8), 2),
+    ],
+    ids=lambda value: repr(value)[:60],
+)
+def test_node_boxes_hold_just_their_ranks(grid: Grid, per_node: int) -> None:
+    """Every rank is in one box, its node's, also where the ranks of a node do not lie in one rectangle; no two boxes overlap."""
+    picture = ElementTree.fromstring(grid.svg(ranks_per_node=per_node))
+    inside: dict[int, list[int]] = {rank: [] for rank in range(grid.world_size)}
+    boxes = []
+    for rect, label in pairwise(picture):
+        if rect.get("stroke-dasharray") == "6 4" and rect.tag == f"{SVG}rect":
+            left, upper, right, lower = box_of(rect)
+            boxes.append((left, upper, right, lower))
+            for rank, (x1, y1, x2, y2) in cells_of(picture).items():
+                if left < (x1 + x2) / 2 < right and upper < (y1 + y2) / 2 < lower:
+                    inside[rank].append(int((label.text or "").split()[1]))
+    assert inside == {rank: [rank // per_node] for rank in range(grid.world_size)}
+    for (l1, u1, r1, b1), (l2, u2, r2, b2) in combinations(boxes, 2):
+        assert r1 < l2 or r2 < l1 or b1 < u2 or b2 < u1

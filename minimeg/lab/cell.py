@@ -1,8 +1,8 @@
 """A notebook cell on one rank: it runs there as the next lines of the same script.
 
 The rank's own ``__main__`` module is the script. It starts with what a torchrun script would fetch first: ``rank``,
-``world_size``, ``torch`` and ``dist`` (``torch.distributed``). What a cell prints and shows is sent to the notebook piece by
-piece, so that nothing is lost when the cell fails later.
+``world_size``, ``device``, ``torch`` and ``dist`` (``torch.distributed``). What a cell prints and shows is sent to the notebook
+piece by piece, so that nothing is lost when the cell fails later.
 
 See it run: ``notebooks/00_start_here.ipynb``; the notebook's side is :mod:`minimeg.lab.spmd`.
 """
@@ -14,13 +14,12 @@ import builtins
 import contextlib
 import io
 import linecache
-import os
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any
 
-from minimeg.lab import checks
+from minimeg.lab import checks, groups
 from minimeg.lab.worker import emit
 
 Bundle = dict[str, Any]  # MIME type -> data, as Jupyter has it
@@ -67,7 +66,10 @@ def _script() -> dict[str, Any]:
         import torch.distributed as dist
 
         sys.modules["__main__"] = _MAIN  # so that classes of a cell can be pickled
-        names.update(__builtins__=builtins, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+        device = groups.device()
+        if dist.get_backend() == "nccl":  # which knows no tensors of the CPU
+            torch.set_default_device(device)
+        names.update(__builtins__=builtins, rank=dist.get_rank(), world_size=dist.get_world_size(), device=device)
         names.update(torch=torch, dist=dist, display=display, get_ipython=_shell)
         checks.SINK = lambda entry: emit(("check", entry))
     return names

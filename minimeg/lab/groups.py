@@ -38,6 +38,7 @@ class Membership:
 @dataclass
 class _State:
     store: Any = None  # the rendezvous of the present groups
+    device: Any = None  # of this rank, as parallel_state picks it
     world: Any = None  # the old default group's handle
     handles: dict[Membership, Any] = field(default_factory=dict)  # old handles of the other groups
 
@@ -72,18 +73,15 @@ def leave(keep: bool) -> tuple[int, list[Membership]]:
 
 def join(port: int, device: str, again: list[Membership]) -> None:
     """Enter the process group of all ranks, then form the groups in ``again``, the same list on every rank."""
-    import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore
+
+    from minimeg.parallel_state import pick_device
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank != 0:
         _STATE.store = TCPStore("127.0.0.1", port, None, False, GROUP_TIMEOUT, wait_for_workers=False)
-    backend = "gloo"
-    if device != "cpu" and torch.cuda.is_available():
-        from minimeg.parallel_state import pick_device
-
-        backend = pick_device(rank, size)[1]
+    _STATE.device, backend, _ = pick_device(rank, size, device)
     dist.init_process_group(backend, store=_STATE.store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # as torchrun sets them
     swaps = {id(_STATE.world): dist.group.WORLD} if _STATE.world is not None else {}
@@ -93,6 +91,11 @@ def join(port: int, device: str, again: list[Membership]) -> None:
             swaps[id(_STATE.handles[group])] = handle
     _swap_handles(swaps)
     _STATE.world, _STATE.handles = None, {}
+
+
+def device() -> Any:
+    """The torch.device of this rank."""
+    return _STATE.device
 
 
 def agreed(memories: list[list[Membership]]) -> list[Membership]:

@@ -2,6 +2,7 @@
 
 ``forkserver``: one process imports torch (a second or two) and every rank is forked from it (milliseconds), with none of the
 caller's threads, locks or CUDA contexts. macOS has it too; Windows has only ``spawn``, where each rank imports torch itself.
+Only Linux has been tried; ``spawn`` has been tried there.
 
 See it run: ``notebooks/00_start_here.ipynb``.
 """
@@ -38,8 +39,10 @@ class Rank:
 
 def start(size: int, threads: int, device: str, preload: Sequence[str]) -> list[Rank]:
     """``size`` new processes, waiting for work. They have not met yet."""
-    context: Any = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
-    context.set_forkserver_preload([*PRELOAD, *preload])
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    context: Any = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload([*PRELOAD, *preload])
     environment = dict(os.environ)
     ranks: list[Rank] = []
     with _without_main_module(), _environment_default("TORCH_CPP_LOG_LEVEL", "ERROR"):

@@ -12,6 +12,7 @@ See it run: ``notebooks/00_start_here.ipynb``; the other side is :mod:`minimeg.l
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import pickle
@@ -47,6 +48,7 @@ class Settings:
 def main(settings: Settings, tasks: Connection, control: Connection, lifeline: Connection) -> None:
     """Where a new process begins."""
     global _WORKER
+    gc.freeze()  # what the server imported is shared memory: the collector would touch, and so copy, every page of it
     _die_with_parent(lifeline)
     _WORKER = Worker(settings, tasks, control)
     threading.Thread(target=_WORKER.attend, name="control", daemon=True).start()

@@ -22,11 +22,9 @@ COLOUR = {"F": BLUE, "B": ORANGE, "W": GREEN}
 LEFT, RIGHT = 48, 44  # margins, in which the names of the ranks and their peaks stand
 DIGIT = 0.64  # width of a digit, in font sizes: that of DejaVu Sans, the widest of the common fonts
 FONT_SIZES = (11, 10, 9, 8)
-CRISP = (
-    6  # px: blocks of this width or more lie on whole pixels; narrower ones would come out unequal and lie on tenths
-)
+CRISP = 6  # px: blocks of this width or more lie on whole pixels; narrower ones would come out unequal, so on tenths
 
-Panel = tuple[str, Timeline] | tuple[str, Timeline, str | None]
+Panel = tuple[str, Timeline]  # with its title
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Chart:
 
     title: str
     timeline: Timeline
-    unit: str | None
+    unit: str  # of time: "s", or "" for slots of a simulation
     px_per_time: float
     grain: int  # blocks lie on whole numbers of 1/grain px
     hatch: str  # how the names of the hatchings begin
@@ -47,6 +45,20 @@ class Chart:
     @cached_property
     def begin(self) -> float:
         return min((row[0].start for row in self.timeline.spans if row), default=0.0)
+
+    @cached_property
+    def peaks(self) -> tuple[int, ...]:
+        return self.timeline.peak_in_flight
+
+    @property
+    def outlined(self) -> bool:
+        """From three chunks on, or the lightest shades would look idle."""
+        return self.schedule.chunks > 2 and self.grain == 1
+
+    @property
+    def gap(self) -> int:
+        """Between neighbouring blocks, px; outlines take half of it."""
+        return 2 if self.outlined else 1
 
     @property
     def row(self) -> int:
@@ -90,9 +102,10 @@ class Chart:
         digits = len(str(self.schedule.microbatches - 1)) + (1 + len(str(self.schedule.chunks - 1))) * dotted
         for kind in KINDS:
             times = [end - start for row in self.timeline.spans for action, start, end in row if action.kind == kind]
-            room = median(times or [0.0]) * self.px_per_time - 2
-            fit = (size for size in FONT_SIZES if digits * DIGIT * size <= room and size <= self.row - 3)
-            sizes[kind] = next(fit, 0) if times else 1
+            if times:
+                room = median(times) * self.px_per_time - self.gap
+                fit = (size for size in FONT_SIZES if digits * DIGIT * size <= room and size <= self.row - 3)
+                sizes[kind] = next(fit, 0)
         return sizes
 
     def label(self, action: Action) -> str:
@@ -104,23 +117,35 @@ class Chart:
 
 
 def charts_of(title: str, panels: Sequence[Panel], own_scales: bool) -> list[Chart]:
-    """One scale for all panels of a unit: no second is as long as a slot. One grain for all, as they share hatchings and legend."""
-    full = [(panel[0], panel[1], panel[2] if len(panel) == 3 else None) for panel in panels]
-    longest: dict[str | int | None, float] = defaultdict(float)
-    for i, (_, timeline, unit) in enumerate(full):
-        axis = i if own_scales else unit
-        longest[axis] = max(longest[axis], timeline.makespan)
-    scales = [(WIDTH - LEFT - RIGHT) / (longest[i if own_scales else full[i][2]] or 1.0) for i in range(len(full))]
+    """One scale for all panels, or for each its own. One grain for all, as they share hatchings and legend."""
+    longest = max(timeline.makespan for _, timeline in panels)
+    scales = [
+        (WIDTH - LEFT - RIGHT) / ((timeline.makespan if own_scales else longest) or 1.0) for _, timeline in panels
+    ]
+    seconds = [is_measured(timeline) for _, timeline in panels]
+    units = ["s" if (here if own_scales else any(seconds)) else "" for here in seconds]
     widths = (
-        (span.end - span.start) * scale
-        for (_, timeline, _), scale in zip(full, scales, strict=True)
+        (end - start) * scale
+        for (_, timeline), scale in zip(panels, scales, strict=True)
         for row in timeline.spans
-        for span in row
+        for _, start, end in row
     )
     grain = 1 if min((width for width in widths if width > 0), default=CRISP) >= CRISP else 10
     # Several pictures on one page must not use each other's hatchings: their names follow from all that is drawn.
-    hatch = "w" + sha256(repr((title, full, own_scales)).encode()).hexdigest()[:8]
-    return [Chart(*panel, scale, grain, hatch) for panel, scale in zip(full, scales, strict=True)]
+    hatch = "w" + sha256(repr((title, panels, own_scales)).encode()).hexdigest()[:8]
+    return [Chart(*panel, unit, scale, grain, hatch) for panel, unit, scale in zip(panels, units, scales, strict=True)]
+
+
+def is_measured(timeline: Timeline) -> bool:
+    """Whether the times are those of a real run, in which no two actions take equally long.
+
+    In a simulation those of one kind on one rank all do. A run of one micro-batch through one chunk passes for a simulation.
+    """
+    took: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for rank, row in enumerate(timeline.spans):
+        for action, start, end in row:
+            took[rank, action.kind].append(end - start)
+    return any(max(times) - min(times) > 1e-6 * timeline.makespan for times in took.values())
 
 
 def shade_of(kind: str, chunk: int, chunks: int) -> str:

@@ -1,308 +1,238 @@
 """A schedule as a picture: who does what when, and what everybody holds in memory meanwhile.
 
 Time runs to the right, rank 0 is on top, a block is an action with the number of its micro-batch (chunk.micro-batch from three
-chunks on). Blue is F, orange B, hatched green W; later chunks are lighter; what stays grey is the bubble. Below, per rank, the
-activations in flight, each from its F to the last of its B and W: a simulated or a measured timeline, one function draws both.
+chunks on). Blue is F, orange B, hatched green W; later chunks are lighter; what stays grey is the bubble. Beneath stand, per rank,
+the activations in flight, each from its F to the last of its B and W. Simulated and measured timelines are drawn alike.
 
-The layout is that of the figures in Narayanan et al. 2021 (arXiv 2104.04473, figures 3 and 4). SVG text of whole numbers: equal
-timelines give equal text.
+The layout is that of the figures in Narayanan et al. 2021 (arXiv 2104.04473, figures 3 and 4). All numbers in the SVG are whole, so
+equal timelines give equal text.
 
 See it run: ``python -m minimeg.schedule 1f1b --pp 4 --microbatches 8 --svg out.svg``.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from hashlib import sha256
 from itertools import pairwise
-from math import floor, log10
-from statistics import median
+from math import inf, isclose
 
-from minimeg.schedule.actions import KINDS, Action, refuse
-from minimeg.schedule.timeline import Span, Timeline
-from minimeg.svg import BLUE, GREEN, IDLE, INK, ORANGE, QUIET, WHITE, WIDTH, element, picture, text, tint
-
-COLOUR = {"F": BLUE, "B": ORANGE, "W": GREEN}
-LEFT, RIGHT = 48, 44  # margins, in which the names of the ranks and their peaks stand
-DIGIT = 0.64  # width of a digit, in font sizes: that of DejaVu Sans, the widest of the common fonts
-FONT_SIZES = (11, 10, 9, 8)
-CRISP = 6  # px: from here on the edges of blocks lie on whole pixels; narrower blocks would come out unequal, theirs lie on tenths
-
-Panel = tuple[str, Timeline] | tuple[str, Timeline, str | None]
+from minimeg.schedule.actions import KINDS, refuse
+from minimeg.schedule.chart import COLOUR, DIGIT, LEFT, Chart, Panel, charts_of, is_measured, shade_of
+from minimeg.schedule.timeline import Timeline
+from minimeg.svg import IDLE, INK, QUIET, WHITE, element, hatching, number, picture, round_steps, text
 
 
-def gantt(timeline: Timeline, *, title: str | None = None, memory: bool = True, unit: str | None = None) -> str:
-    """A timeline as SVG text, 760 px wide.
+def gantt(timeline: Timeline, *, title: str | None = None, memory: bool = True) -> str:
+    """A timeline as SVG text, 760 px wide. A measured one (see ``is_measured``) is taken to be in seconds.
 
     Args:
         title: above the picture; the schedule's name and sizes if None.
         memory: whether to draw the activations in flight beneath.
-        unit: of a *measured* timeline's times, such as "s"; None says that the times are simulated, in no unit.
     """
-    return _figure(title or _name(timeline), [_Panel("", timeline, unit)], memory, own_scales=False)
+    return _figure(_name(timeline) if title is None else title, [("", timeline)], memory, own_scales=False)
 
 
 def gantt_stack(
     panels: Sequence[Panel], *, title: str = "Pipeline schedules", memory: bool = True, own_scales: bool = False
 ) -> str:
-    """Several timelines beneath each other as SVG text: on one time axis, if their units are the same.
+    """Several timelines beneath each other as SVG text, on one time axis; in seconds if one of them is measured.
 
     Args:
-        panels: (title, timeline), or (title, timeline, unit) for a measured one; see ``gantt``.
-        own_scales: let each fill the width. Timelines of different units always do, as no second is as long as a slot.
+        panels: (title, timeline) of each.
+        own_scales: let each fill the width, in its own unit: a simulation in slots beneath a run in seconds.
 
     Raises:
         ValueError: no panel.
     """
     refuse([] if panels else ["panels is empty; give at least one (title, timeline)"], "cannot draw")
-    return _figure(title, [_Panel(*panel) for panel in panels], memory, own_scales)
+    return _figure(title, panels, memory, own_scales)
 
 
-@dataclass(frozen=True)
-class _Panel:
-    title: str
-    timeline: Timeline
-    unit: str | None = None
-
-    @property
-    def begin(self) -> float:
-        return min((row[0].start for row in self.timeline.spans if row), default=0.0)
-
-    @property
-    def row(self) -> int:
-        """Height of a rank's row, px: 64 ranks must fit, and 2 must not look lost."""
-        return max(10, min(26, 352 // self.timeline.schedule.stages))
-
-    @property
-    def strip(self) -> int:
-        """Height of a rank's memory curve, px."""
-        return max(8, min(20, 256 // self.timeline.schedule.stages))
-
-
-@dataclass(frozen=True)
-class _Axis:
-    """Where a time lies: whole numbers of 1/grain px, to the right of LEFT."""
-
-    begin: float
-    px_per_time: float
-    grain: int
-
-    def at(self, time: float) -> int:
-        return round((time - self.begin) * self.px_per_time * self.grain)
-
-    def px(self, time: float) -> int:
-        return LEFT + round((time - self.begin) * self.px_per_time)
-
-    def group(self, y: int, *inside: str, **attributes: object) -> str:
-        """A group in which x counts in 1/grain px from LEFT, and y in px from y."""
-        scale = "" if self.grain == 1 else f" scale({1 / self.grain:g} 1)"
-        return element("g", *inside, transform=f"translate({LEFT} {y}){scale}", **attributes)
-
-
-def _figure(title: str, panels: list[_Panel], memory: bool, own_scales: bool) -> str:
-    hatch = "w" + sha256(repr((title, panels, memory, own_scales)).encode()).hexdigest()[:8]
-    axes = _axes(panels, own_scales)
-    legend, y = _legend(panels, hatch, axes[0].grain)
-    parts = [text(title, font_size=15, font_weight="bold", x=16, y=28), *legend]
-    level = max((peak for panel in panels for peak in panel.timeline.peak_in_flight), default=0)
-    for panel, axis in zip(panels, axes, strict=True):
-        if panel.title:
-            parts.append(text(panel.title, font_size=13, font_weight="bold", x=16, y=y + 18))
+def _figure(title: str, panels: Sequence[Panel], memory: bool, own_scales: bool) -> str:
+    charts = charts_of(title, panels, own_scales)
+    parts = [text(title, font_size=15, font_weight="bold", x=16, y=28), *_legend(charts)]
+    level = max(max(chart.peaks) / chart.schedule.chunks for chart in charts)
+    y = 62
+    for chart in charts:
+        if chart.title:
+            parts.append(text(chart.title, font_size=13, font_weight="bold", x=16, y=y + 18))
             y += 22
-        parts.append(text(_facts(panel), x=16, y=y + 16))
+        parts.append(text(_facts(chart), x=16, y=y + 16))
         y += 28
-        parts += _ranks(panel, axis, y, hatch)
-        y += panel.row * panel.timeline.schedule.stages
-        parts += _ticks(panel, axis, y)
+        for rank in range(chart.schedule.stages):
+            parts += [*_rank_name(chart, rank, y, chart.row - 2), *_blocks(chart, rank, y)]
+            y += chart.row
+        parts += _time_axis(chart, y)
         y += 26
-        if memory and not panel.timeline.schedule.forward_only:
-            parts += _memory(panel, axis, y, level)
-            y += 18 + (panel.strip + 4) * panel.timeline.schedule.stages
+        if memory and not chart.schedule.forward_only:
+            words = f"{'chunk ' * (chart.schedule.chunks > 1)}activations in flight, peak on the right"
+            parts.append(text(words, fill=QUIET, font_size=11, x=LEFT, y=y + 9))
+            y += 16
+            for rank in range(chart.schedule.stages):
+                parts += [*_rank_name(chart, rank, y, chart.strip), *_memory(chart, rank, y, level)]
+                y += chart.strip + 4
         y += 10
-    captions = list(dict.fromkeys(_caption(panel) for panel in panels))
-    parts += [text(line, fill=QUIET, font_size=11, x=16, y=y + 8 + 16 * i) for i, line in enumerate(captions)]
-    seen = "; ".join(": ".join(filter(None, (panel.title, _facts(panel)))) for panel in panels)
+    captions = list(dict.fromkeys(line for chart in charts for line in _caption(chart)))
+    parts += [text(line, fill=QUIET, font_size=11, x=16, y=y + 6 + 16 * i) for i, line in enumerate(captions)]
+    seen = "; ".join(f"{chart.title}: {_facts(chart)}" if chart.title else _facts(chart) for chart in charts)
     sentence = f"Gantt chart, time to the right, rank 0 on top: {seen}. {' '.join(captions)}"
-    return picture(y + 16 * len(captions) + 6, title, sentence, *parts)
+    return picture(y + 16 * len(captions) + 4, title, sentence, *parts)
 
 
-def _axes(panels: list[_Panel], own_scales: bool) -> list[_Axis]:
-    """One scale for all panels of a unit, and one grain for all panels, as they share the hatching."""
-    longest: dict[object, float] = {}
-    keys = [i if own_scales else panel.unit for i, panel in enumerate(panels)]
-    for key, panel in zip(keys, panels, strict=True):
-        longest[key] = max(longest.get(key, 0.0), panel.timeline.makespan)
-    scales = [(WIDTH - LEFT - RIGHT) / (longest[key] or 1.0) for key in keys]
-    widths = (
-        (span.end - span.start) * scale
-        for panel, scale in zip(panels, scales, strict=True)
-        for row in panel.timeline.spans
-        for span in row
+def _place(x: int, y: int, grain: int = 1) -> str:
+    return f"translate({x} {y})" if grain == 1 else f"translate({x} {y}) scale({1 / grain:g} 1)"
+
+
+def _middle(height: int, size: int) -> int:
+    """Baseline of digits of a font size in the middle of a height."""
+    return (height + size * 7 // 10) // 2
+
+
+def _rank_name(chart: Chart, rank: int, y: int, height: int) -> Iterator[str]:
+    """Every fourth only where rows are lower than text."""
+    if height >= 12 or rank % 4 == 0:
+        size = 12 if height >= 14 else 10
+        yield text(f"r{rank}", font_size=size, text_anchor="end", x=LEFT - 8, y=y + _middle(height, size))
+
+
+def _blocks(chart: Chart, rank: int, y: int) -> Iterator[str]:
+    """The idle row, the blocks of a rank by kind and chunk, and the numbers on them."""
+    chunks, grain, height = chart.schedule.chunks, chart.grain, chart.row - 2
+    blocks: dict[tuple[str, int], list[str]] = defaultdict(list)
+    numbers: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for action, x, full in chart.places(chart.timeline.spans[rank]):
+        kind, _, chunk = action
+        width = full - min(chart.gap * grain, full // 6)  # keeps neighbours apart
+        label, size = chart.label(action), chart.font_sizes[kind]
+        name = []
+        if size and len(label) * DIGIT * size <= width / grain + 1:
+            numbers[kind, chunk].append(text(label, x=round((x + width / 2) / grain)))
+        elif width >= 2 * grain:
+            name = [element("title", str(action))]  # shown by a pointer, which could hit nothing narrower
+        blocks[kind, chunk].append(element("rect", *name, height=height, width=width, x=x))
+    yield element(
+        "g",
+        element("rect", fill=IDLE, height=height, width=chart.width * grain),
+        *(
+            element("g", *rects, fill=chart.fill(*key), stroke=COLOUR[key[0]] if chart.outlined else None)
+            for key, rects in sorted(blocks.items())
+        ),
+        shape_rendering="crispEdges" if grain == 1 else None,
+        transform=_place(LEFT, y, grain),
     )
-    grain = 1 if min((width for width in widths if width > 0), default=CRISP) >= CRISP else 10
-    return [_Axis(panel.begin, scale, grain) for panel, scale in zip(panels, scales, strict=True)]
-
-
-def _shade(kind: str, chunk: int, chunks: int) -> str:
-    """Chunk 0 in full colour, 40 % white more a chunk, in smaller steps from five chunks on: the last must differ from idle."""
-    return tint(COLOUR[kind], 0.6 ** (chunk * min(1.0, 3 / max(1, chunks - 1))))
-
-
-def _fill(kind: str, chunk: int, chunks: int, hatch: str) -> str:
-    shade = _shade(kind, chunk, chunks)
-    return f"url(#{hatch}-{chunks}-{chunk}) {shade}" if kind == "W" else shade
-
-
-def _label(action: Action, chunks: int) -> str:
-    """With two chunks the shade says which."""
-    return f"{action.chunk}.{action.microbatch}" if chunks > 2 else str(action.microbatch)
-
-
-def _font_sizes(panel: _Panel, axis: _Axis) -> dict[str, int]:
-    """Per kind the font size at which the longest label fits into the typical block; kinds without one go unlabelled."""
-    sizes = {}
-    for kind in KINDS:
-        spans = [span for row in panel.timeline.spans for span in row if span.action.kind == kind]
-        if spans:
-            width = median(span.end - span.start for span in spans) * axis.px_per_time
-            longest = max(len(_label(span.action, panel.timeline.schedule.chunks)) for span in spans)
-            fit = (size for size in FONT_SIZES if longest * DIGIT * size + 2 <= width and size <= panel.row - 4)
-            sizes[kind] = next(fit, 0)
-    return sizes
-
-
-def _ranks(panel: _Panel, axis: _Axis, top: int, hatch: str) -> Iterator[str]:
-    """Per rank: its name, the idle row, the blocks by kind and chunk, then the numbers on them."""
-    schedule, height = panel.timeline.schedule, panel.row - 2
-    sizes = _font_sizes(panel, axis)
-    right = axis.at(axis.begin + panel.timeline.makespan)
-    for rank, row in enumerate(panel.timeline.spans):
-        y = top + rank * panel.row
-        yield from _rank_name(panel, rank, y, panel.row)
-        blocks: dict[tuple[str, int], list[str]] = {}
-        labels: dict[tuple[str, int], list[str]] = {}
-        for span, x, width in _places(row, axis):
-            kind, _, chunk = action = span.action
-            label, size = _label(action, schedule.chunks), sizes[kind]
-            fits = size and len(label) * DIGIT * size <= width / axis.grain
-            gap = min(axis.grain, width // 5)  # keeps neighbours apart
-            name = [] if fits else [element("title", str(action))]  # shown under the pointer
-            blocks.setdefault((kind, chunk), []).append(element("rect", *name, height=height, width=width - gap, x=x))
-            if fits:
-                colour = WHITE if kind == "F" and chunk == 0 else INK
-                labels.setdefault((colour, size), []).append(text(label, x=round((x + (width - gap) / 2) / axis.grain)))
-        idle = element("rect", fill=IDLE, height=height, width=right)
-        outlined = schedule.chunks > 2 and axis.grain == 1
-        groups = [
-            element(
-                "g",
-                *rects,
-                fill=_fill(kind, chunk, schedule.chunks, hatch),
-                stroke=COLOUR[kind] if outlined else None,
-            )
-            for (kind, chunk), rects in sorted(blocks.items())
-        ]
-        yield axis.group(y, idle, *groups, shape_rendering="crispEdges" if axis.grain == 1 else None)
-        for (colour, size), words in sorted(labels.items()):
-            place = f"translate({LEFT} {y + (height + size * 7 // 10) // 2})"
-            yield element("g", *words, fill=colour, font_size=size, text_anchor="middle", transform=place)
-
-
-def _places(row: Sequence[Span], axis: _Axis) -> Iterator[tuple[Span, int, int]]:
-    """Each span with its left edge and width. Two clock readings may round past each other: a block begins where the last one ends."""
-    edge = 0
-    for span in row:
-        x = max(edge, axis.at(span.start))
-        edge = max(x, axis.at(span.end))
-        yield span, x, edge - x
-
-
-def _rank_name(panel: _Panel, rank: int, y: int, height: int) -> Iterator[str]:
-    size = 12 if panel.row >= 16 else 10
-    if rank % (1 if panel.row >= 14 else 4) == 0:
-        yield text(f"r{rank}", font_size=size, text_anchor="end", x=LEFT - 8, y=y + (height + size * 7 // 10) // 2 - 1)
-
-
-def _ticks(panel: _Panel, axis: _Axis, y: int) -> Iterator[str]:
-    """Round times under the rows, and the makespan where it ends."""
-    span = panel.timeline.makespan
-    end = axis.px(axis.begin + span)
-    yield text(f"time, {panel.unit}" if panel.unit else "time", fill=QUIET, font_size=11, text_anchor="end", x=LEFT - 8, y=y + 17)
-    if span <= 0:
-        return
-    least = 48 / axis.px_per_time
-    power = floor(log10(least))
-    step, decimals = next(
-        (digit * 10.0**e, max(0, -e)) for e in (power, power + 1) for digit in (1, 2, 5) if digit * 10.0**e >= least
-    )
-    if step < 1 and panel.unit is None and span >= 4:
-        step, decimals = 1.0, 0
-    times = [i * step for i in range(int(span / step) + 1)]
-    marks = [(axis.px(axis.begin + time), f"{time:.{decimals}f}") for time in times]
-    marks = [(x, label) for x, label in marks if x <= end - 30] + [(end, _number(span))]
-    yield element("path", d="".join(f"M{x} {y}v5" for x, _ in marks), stroke=QUIET)
-    words = [text(label, x=x, y=y + 17) for x, label in marks[:-1]]
-    words.append(text(marks[-1][1], fill=INK, font_weight="bold", x=end, y=y + 17))
-    yield element("g", *words, fill=QUIET, font_size=11, text_anchor="middle")
-
-
-def _memory(panel: _Panel, axis: _Axis, top: int, level: int) -> Iterator[str]:
-    """Per rank a step curve of activations in flight, all to one scale, and its peak as a number."""
-    schedule, height = panel.timeline.schedule, panel.strip
-    what = "chunk activations in flight" if schedule.chunks > 1 else "activations in flight"
-    yield text(f"{what}, peak at the right", fill=QUIET, font_size=11, x=LEFT, y=top + 8)
-    right = axis.at(axis.begin + panel.timeline.makespan)
-    for rank, peak in enumerate(panel.timeline.peak_in_flight):
-        y = top + 18 + rank * (height + 4)
-        path, before = [f"M0 {height}"], 0
-        # One whole activation a chunk, all of it held until the last of B and W.
-        for time, held in _last_of_each_time(panel.timeline.memory(rank, schedule.chunks, schedule.chunks)):
-            if round(held) != before:
-                before = round(held)
-                path.append(f"H{axis.at(time)}V{height - round(before * (height - 1) / max(1, level))}")
-        curve = "".join(path) + f"H{right}V{height}"
-        yield from _rank_name(panel, rank, y, height)
-        yield axis.group(
-            y,
-            element("rect", fill=IDLE, height=height, width=right),
-            element("path", d=curve, fill=INK, fill_opacity=0.2, stroke=INK, vector_effect="non-scaling-stroke"),
+    for (kind, chunk), words in sorted(numbers.items()):
+        size = chart.font_sizes[kind]
+        # On hatching a digit needs a ground of its own.
+        halo = (
+            {"stroke": shade_of(kind, chunk, chunks), "stroke_width": 4, "paint_order": "stroke"} if kind == "W" else {}
         )
-        size = 11 if height >= 12 else 8
-        x = LEFT + right // axis.grain + 6
-        yield text(str(peak), font_size=size, x=x, y=y + (height + size * 7 // 10) // 2)
+        yield element(
+            "g",
+            *words,
+            fill=WHITE if (kind, chunk) == ("F", 0) else INK,
+            font_size=size,
+            stroke_linejoin="round" if halo else None,
+            text_anchor="middle",
+            transform=_place(LEFT, y + _middle(height, size)),
+            **halo,
+        )
 
 
-def _last_of_each_time(steps: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Freed and taken at one moment is no change."""
-    for (time, held), (following, _) in pairwise([*steps, (float("inf"), 0.0)]):
-        if time != following:
-            yield time, held
+def _time_axis(chart: Chart, y: int) -> Iterator[str]:
+    """Round times beneath the rows, and the makespan where it ends."""
+    span, end = chart.timeline.makespan, LEFT + chart.width
+    yield text("time", fill=QUIET, font_size=11, text_anchor="end", x=LEFT - 16, y=y + 17)
+    steps = round_steps(span, 52 / chart.px_per_time) if span > 0 else []
+    marks = [(LEFT + chart.px(chart.begin + float(step)), step) for step in steps]
+    marks = [(x, step) for x, step in marks if x <= end - 40]
+    yield element("path", d="".join(f"M{x} {y}v5" for x in [*(x for x, _ in marks), end]), stroke=QUIET)
+    words = [text(step, x=x, y=y + 17) for x, step in marks]
+    yield element("g", *words, fill=QUIET, font_size=11, text_anchor="middle")
+    yield text(_with_unit(span, chart), font_size=11, font_weight="bold", text_anchor="middle", x=end, y=y + 17)
 
 
-def _legend(panels: list[_Panel], hatch: str, grain: int) -> tuple[list[str], int]:
-    """What the colours mean, in one line; -> elements, y below."""
-    schedules = [panel.timeline.schedule for panel in panels]
-    kinds = {span.action.kind for panel in panels for row in panel.timeline.spans for span in row}
-    chunks = max(schedule.chunks for schedule in schedules)
-    split = any(schedule.split for schedule in schedules)
-    names = {"F": "F forward", "B": "B backward", "W": "W weight gradient"}
-    if split and all(schedule.split for schedule in schedules if not schedule.forward_only):
-        names["B"] = "B input gradient"
-    parts, x = _hatching(schedules, hatch, grain), 16
-    shown = min(chunks, 4)
-    for kind in [kind for kind in KINDS if kind in kinds] + ["idle"]:
-        count = 1 if kind == "idle" else shown
-        for i in range(count):
-            chunk = i * (chunks - 1) // max(1, shown - 1)
-            fill = IDLE if kind == "idle" else _fill(kind, chunk, chunks, hatch)
-            place = f"translate({x + 12 * i} 42)" + ("" if grain == 1 else f" scale({1 / grain:g} 1)")
-            stroke = "#CCCCCC" if kind == "idle" else None
-            box = element("rect", fill=fill, height=12, stroke=stroke, vector_effect=stroke and "non-scaling-stroke", width=12 * grain)
-            parts.append(element("g", box, transform=place))
-        words = names.get(kind, "idle")
-        parts.append(text(words, x=x + 12 * count + 6, y=52))
-        x += 12 * count + 6 + 7 * len(words) + 14
-    if chunks > 1:
-        parts.append(text(f"chunk 0 dark, chunk {chunks - 1} light", fill=QUIET, x=x, y=52))
-    return parts, 62
+def _memory(chart: Chart, rank: int, y: int, level: float) -> Iterator[str]:
+    """A step curve of what the rank holds, full height for the activations of ``level`` whole stages, and its peak as a number."""
+    height, chunks, peak = chart.strip, chart.schedule.chunks, chart.peaks[rank]
+    curve, before = f"M0 {height}", 0
+    # In chunk activations, kept whole until the last of B and W. What is freed and taken at one moment is no change.
+    steps = chart.timeline.memory(rank, activation=chunks, weight_part=chunks)
+    for (time, held), (following, _) in pairwise([*steps, (inf, 0.0)]):
+        if following - time > 1e-9 * chart.timeline.makespan and round(held) != before:
+            before = round(held)
+            curve += f"H{chart.px(time)}V{height - round(before / chunks * (height - 1) / level)}"
+    yield element(
+        "g",
+        element("rect", fill=IDLE, height=height, width=chart.width),
+        element("path", d=f"{curve}H{chart.width}V{height}", fill="#CCCCCC", stroke=INK),
+        transform=_place(LEFT, y),
+    )
+    size = 11 if height >= 12 else 9
+    yield text(str(peak), font_size=size, x=LEFT + chart.width + 8, y=y + _middle(height, size))
+
+
+def _legend(charts: Sequence[Chart]) -> Iterator[str]:
+    """What the colours mean, in one line, after the hatchings it and all blocks use."""
+    most = max(charts, key=lambda chart: chart.schedule.chunks)
+    kinds = {span.action.kind for chart in charts for row in chart.timeline.spans for span in row}
+    if "W" in kinds:
+        shades = {shade_of("W", c, chart.schedule.chunks) for chart in charts for c in range(chart.schedule.chunks)}
+        yield element("defs", *(hatching(f"{most.hatch}-{shade[1:]}", shade, most.grain) for shade in sorted(shades)))
+    split = all(chart.schedule.split for chart in charts)
+    names = {"F": "F forward", "B": "B input gradient" if split else "B backward", "W": "W weight gradient"}
+    chunks = range(most.schedule.chunks)
+    keys = [(names[kind], [most.fill(kind, chunk) for chunk in chunks]) for kind in KINDS if kind in kinds]
+    x, box = 16, max(3, min(12, 48 // len(chunks)))
+    for words, fills in [*keys, ("idle", [IDLE])]:
+        width = 12 if words == "idle" else box
+        for fill in fills:
+            swatch = element("rect", fill=fill, height=12, width=width * most.grain)
+            yield element("g", swatch, transform=_place(x, 42, most.grain))
+            x += width
+        yield text(words, x=x + 6, y=52)
+        x += 24 + round(6.8 * len(words))
+    if len(chunks) > 1:
+        yield text(f"dark: chunk 0, light: chunk {chunks[-1]}", fill=QUIET, x=x, y=52)
+
+
+def _name(timeline: Timeline) -> str:
+    s = timeline.schedule
+    sizes = {"rank": s.stages, "micro-batch": s.microbatches, "chunk a rank": s.chunks}
+    plural = {"rank": "ranks", "micro-batch": "micro-batches", "chunk a rank": "chunks a rank"}
+    words = [f"{size} {word if size == 1 else plural[word]}" for word, size in sizes.items()]
+    return f"{s.name}: {', '.join(words if s.chunks > 1 else words[:2])}"
+
+
+def _with_unit(time: float, chart: Chart) -> str:
+    return f"{number(time)} {chart.unit}" if chart.unit else number(time)
+
+
+def _facts(chart: Chart) -> str:
+    """The Timeline's own numbers: both bubbles by name, and the peak."""
+    timeline, n = chart.timeline, chart.schedule.chunks
+    longest, peak = max(timeline.stage_spans), max(chart.peaks)
+    facts = [f"makespan {_with_unit(timeline.makespan, chart)}"]
+    if not isclose(longest, timeline.makespan):
+        facts.append(f"longest rank {_with_unit(longest, chart)}")
+    ideal, total = (number(round(100 * part, 2)) for part in (timeline.bubble_of_ideal, timeline.bubble_of_total))
+    facts.append(f"bubble {ideal} % of ideal time, {total} % of total time")
+    if not chart.schedule.forward_only:
+        facts.append(f"peak {peak} {f'chunks in flight ({number(peak / n)} whole stages)' if n > 1 else 'in flight'}")
+    return " · ".join(facts)
+
+
+def _caption(chart: Chart) -> Iterator[str]:
+    """Under which assumptions the picture holds."""
+    timeline = chart.timeline
+    if is_measured(timeline):
+        yield "Measured, in seconds: grey is whatever is not an action, so messages and waiting too."
+    else:
+        took: dict[str, list[float]] = defaultdict(list)
+        for action, start, end in (span for row in timeline.spans for span in row):
+            took[action.kind].append(end - start)
+        equal = all(isclose(min(times), max(times), rel_tol=1e-6) for times in took.values())
+        messages = f"a latency of {number(timeline.comm)} a message" if timeline.comm else "free communication"
+        yield f"Simulated: holds for {messages} and {'equal' if equal else 'the given, unequal'} stages."
+    if not isclose(max(timeline.stage_spans), timeline.makespan):
+        yield "The bubble is that of the longest rank, from its own first start to its own last end."

@@ -81,4 +81,4 @@ def round_steps(length: float, least: float) -> list[str]:
         step = float(f"{digit}e{exponent}")
         if step >= least:
             break
-    return [f"{i * step:.{max(0, -exponent)}f}" for i in range(floor(length / step) + 1)]
+    return ["0", *(f"{i * step:.{max(0, -exponent)}f}" for i in range(1, floor(length / step) + 1))]

@@ -79,13 +79,14 @@ class Chart:
         return round((time - self.begin) * self.px_per_time)
 
     def places(self, row: Sequence[Span]) -> Iterator[tuple[Action, int, int]]:
-        """Each action with its left edge and width in grains. However times round, no block begins before the last one ends."""
+        """Each action with its left edge and drawn width in grains. However times round, no block begins before the last one ends."""
         edge = 0
         for action, start, end in row:
             x, right = (round((time - self.begin) * self.px_per_time * self.grain) for time in (start, end))
             x = max(x, edge)
             edge = max(x, right)
-            yield action, x, edge - x
+            whole = edge - x
+            yield action, x, whole - (min(self.gap, whole) if self.grain == 1 else min(self.grain, whole // 6))
 
     @cached_property
     def font_sizes(self) -> dict[str, int]:

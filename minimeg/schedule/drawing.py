@@ -101,9 +101,8 @@ def _blocks(chart: Chart, rank: int, y: int) -> Iterator[str]:
     chunks, grain, height = chart.schedule.chunks, chart.grain, chart.row - 2
     blocks: dict[tuple[str, int], list[str]] = defaultdict(list)
     numbers: dict[tuple[str, int], list[str]] = defaultdict(list)
-    for action, x, full in chart.places(chart.timeline.spans[rank]):
+    for action, x, width in chart.places(chart.timeline.spans[rank]):
         kind, _, chunk = action
-        width = full - min(chart.gap * grain, full // 6)  # keeps neighbours apart
         label, size = chart.label(action), chart.font_sizes[kind]
         name = []
         if size and len(label) * DIGIT * size <= width / grain + 1:

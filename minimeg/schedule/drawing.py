@@ -122,19 +122,18 @@ def _blocks(chart: Chart, rank: int, y: int) -> Iterator[str]:
     )
     for (kind, chunk), words in sorted(numbers.items()):
         size = chart.font_sizes[kind]
-        # On hatching a digit needs a ground of its own.
-        halo = (
-            {"stroke": shade_of(kind, chunk, chunks), "stroke_width": 4, "paint_order": "stroke"} if kind == "W" else {}
-        )
+        halo = shade_of(kind, chunk, chunks) if kind == "W" else None  # on hatching a digit needs a ground of its own
         yield element(
             "g",
             *words,
             fill=WHITE if (kind, chunk) == ("F", 0) else INK,
             font_size=size,
-            stroke_linejoin="round" if halo else None,
+            paint_order=halo and "stroke",
+            stroke=halo,
+            stroke_linejoin=halo and "round",
+            stroke_width=halo and 4,
             text_anchor="middle",
             transform=_place(LEFT, y + _middle(height, size)),
-            **halo,
         )
 
 

@@ -145,6 +145,36 @@ def test_numbers_fit_and_blocks_without_one_say_their_name_under_the_pointer(tim
                 assert hint == (str(span.action) if width >= 2 else None)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_blocks_of_a_kind_are_numbered_all_or_none(name):
+    timeline = timeline_of(name, 8, 32)
+    shown = set()
+    for row, spans in zip(Drawn(gantt(timeline)).rows, timeline.spans, strict=True):
+        for (x, width, *_), span in zip(row.blocks, spans, strict=True):
+            shown.add((span.action.kind, row.number_in(x, width) is not None))
+    assert len(shown) == len({kind for kind, _ in shown})
+    if name == "1f1b":
+        assert shown == {("F", False), ("B", True)}
+
+
+def test_a_short_block_among_long_ones_goes_without_number():
+    schedule = one_f_one_b(1, 2)
+    actions = schedule.ranks[0]
+    spans = [Span(action, i, i + (0.02 if i == 2 else 1)) for i, action in enumerate(actions)]
+    (row,) = Drawn(gantt(Timeline(schedule, (tuple(spans),)))).rows
+    assert sorted(words for words, *_ in row.numbers.values()) == ["0", "0", "1"]
+    assert [hint for *_, hint in row.blocks] == [None, None, "F0.1", None]
+
+
+def test_times_that_overlap_by_rounding_give_blocks_that_do_not():
+    schedule = one_f_one_b(1, 2)
+    times = [(0, 1.004), (1, 2), (1.999, 3.3), (2.9, 4)]
+    spans = tuple(Span(action, *time) for action, time in zip(schedule.ranks[0], times, strict=True))
+    (row,) = Drawn(gantt(Timeline(schedule, (spans,)))).rows
+    for (x, width, *_), (following, *_) in itertools.pairwise(row.blocks):
+        assert x + width < following
+
+
 def test_16x64_is_too_narrow_for_numbers():
     drawn = Drawn(gantt(timeline_of("1f1b", 16, 64)))
     assert not any(row.numbers for row in drawn.rows)
@@ -171,6 +201,7 @@ def test_shades_and_contrast():
     for kind, chunks in itertools.product("FBW", range(1, 9)):
         shades = [shade_of(kind, chunk, chunks) for chunk in range(chunks)]
         assert len({*shades, IDLE, WHITE}) == chunks + 2
+        assert chunks < 4 or shades[-1] == shade_of(kind, 3, 4), "no lighter, or it would look idle"
         lights = [luminance(shade) for shade in shades]
         assert lights == sorted(lights)
         for chunk, light in enumerate(lights):
@@ -233,6 +264,11 @@ def test_memory_curves_count_activations_from_f_to_the_last_of_b_and_w(name):
             gone = sum(action.kind == last and end <= time for action, _, end in spans)
             level = next((y for x, y in reversed(steps) if x <= round(time * px)), 20)
             assert level == 20 - round((begun - gone) * 19 / highest)
+
+
+def test_memory_curves_have_no_notch_where_one_goes_as_another_comes():
+    drawn = Drawn(gantt(simulate(one_f_one_b(4, 8), 0.1, 0.1 + 0.2)))
+    assert [len(re.findall("V", curve)) - 1 for curve in drawn.curves] == [8, 6, 4, 2]
 
 
 def test_memory_can_be_left_out_and_forward_only_has_none():

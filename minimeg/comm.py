@@ -119,7 +119,7 @@ class Group:
         self._check_divisible(x, dim, "reduce_scatter")
         if self.size == 1:
             return self._private_copy(x)
-        slices = self._send_buffer(torch.stack(x.detach().chunk(self.size, dim)))  # [t, ..., n, ...]
+        slices = self._send_buffer(torch.stack(self._detached(x).chunk(self.size, dim)))  # [t, ..., n, ...]
         with self._watch("reduce_scatter", x, _bytes(x)) as entry:
             if dist.get_backend(self.handle) == "nccl":
                 total = slices.new_empty(slices.shape[1:])
@@ -139,7 +139,7 @@ class Group:
         self._check_divisible(x, split_dim, "all_to_all")
         if self.size == 1:
             return self._private_copy(x)
-        pieces = self._send_buffer(torch.stack(x.detach().chunk(self.size, split_dim)))
+        pieces = self._send_buffer(torch.stack(self._detached(x).chunk(self.size, split_dim)))
         received = torch.empty_like(pieces)
         with self._watch("all_to_all", x, _bytes(x)) as entry:
             dist.all_to_all_single(received, pieces, group=self.handle)
@@ -212,14 +212,17 @@ class Group:
 
     # ---- how the promises are kept -----------------------------------------------------------------------------------------
 
-    def _send_buffer(self, x: Tensor) -> Tensor:
-        """``x`` without its history, contiguous, on the device that communicates. May share memory with ``x``: read only."""
+    def _detached(self, x: Tensor) -> Tensor:
         if x.grad_fn is not None and torch.is_grad_enabled():
             raise ValueError(
                 f"{self.name}: a Group does not differentiate, so the gradient of this tensor ({x.grad_fn.name()}) would be "
                 "lost; use minimeg.mappings inside a model, or pass x.detach()"
             )
-        x = x.detach().contiguous()
+        return x.detach()
+
+    def _send_buffer(self, x: Tensor) -> Tensor:
+        """``x`` without its history, contiguous, on the device that communicates. May share memory with ``x``: read only."""
+        x = self._detached(x).contiguous()
         return x.cpu() if self.stage_through_host else x
 
     def _private_copy(self, x: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ class Group:
     def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
         """The ranks' tensors, of equal shapes, joined along ``dim`` in rank order. [n, ...] -> [t n, ...]."""
         if self.size == 1:
-            return self._private_copy(x)
+            return self._private_copy(x).view(x.shape or (1,))
         piece = self._send_buffer(x)
         gathered = piece.new_empty((self.size, *piece.shape))
         with self._watch("all_gather", x, self.size * _bytes(x)) as entry:
@@ -159,9 +159,10 @@ class Group:
 
     def all_gather_json(self, value: Any) -> list[Any]:
         """Each rank's ``value`` (anything JSON can hold), in rank order, on every rank. No pickle: nothing received is run."""
-        text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+        encoded = json.dumps(value)
         if self.size == 1:
-            return [value]
+            return [json.loads(encoded)]
+        text = torch.tensor(list(encoded.encode()), dtype=torch.uint8)
         device = "cuda" if dist.get_backend(self.handle) == "nccl" else "cpu"
         lengths = self.all_gather(torch.tensor([len(text)], device=device)).tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)

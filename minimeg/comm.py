@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -77,6 +78,10 @@ class Group:
     stage_through_host: bool = False
     coordinates: str = ""
     store: Store | None = field(default=None, repr=False)
+    _posted: tuple[Store, dict[str, deque[list[str]]]] | None = field(default=None, init=False, repr=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        return self  # a connection cannot be copied; a copied layer talks through the same one
 
     @property
     def size(self) -> int:
@@ -179,11 +184,11 @@ class Group:
         blocking send before a receive on both sides hangs there, where NCCL may hide the mistake.
         """
         self._check_peer("dst", dst)
-        message = self._send_buffer(x)
+        message, wire_tag = self._send_buffer(x), self._wire_tag(x.shape, x.dtype, tag)
         with self._watch("send", x, _bytes(x), f"to {dst} tag {tag}") as entry:
             if self.store is not None:
                 self.store.queue_push(self._mailbox(self.rank, dst, tag), _signature(x.shape, x.dtype))
-            work = dist.isend(message, self.ranks[dst], group=self.handle, tag=self._wire_tag(x.shape, x.dtype, tag))
+            work = dist.isend(message, self.ranks[dst], group=self.handle, tag=wire_tag)
         return self._pending(entry, work, lambda: message)
 
     def irecv(
@@ -194,17 +199,17 @@ class Group:
         Raises CommunicationError from ``wait()``, naming both sides, if the sender sent another shape or dtype.
         """
         self._check_peer("src", src)
-        expected = _signature(shape, dtype)
+        expected, wire_tag = _signature(shape, dtype), self._wire_tag(shape, dtype, tag)
         target = torch.device("cpu") if device is None else device
         buffer = torch.empty(tuple(shape), dtype=dtype, device="cpu" if self.stage_through_host else target)
         with self._watch("recv", buffer, _bytes(buffer), f"from {src} tag {tag}") as entry:
-            work = dist.irecv(buffer, self.ranks[src], group=self.handle, tag=self._wire_tag(shape, dtype, tag))
+            work = dist.irecv(buffer, self.ranks[src], group=self.handle, tag=wire_tag)
+        if self.store is None:
+            return self._pending(entry, work, lambda: buffer.to(target))
+        signature = self._signature_to_come(self.store, self._mailbox(src, self.rank, tag))
 
         def compare() -> None:
-            if self.store is None:
-                return
-            sent = self.store.queue_pop(self._mailbox(src, self.rank, tag)).decode()
-            if sent != expected:
+            if (sent := signature()) != expected:
                 raise RuntimeError(
                     f"position {src} of {self.name} sent {sent}, but {expected} was expected (tag {tag})"
                 )
@@ -270,6 +275,21 @@ class Group:
 
     def _mailbox(self, src: int, dst: int, tag: int) -> str:
         return f"minimeg/{self.ranks[src]}>{self.ranks[dst]}/{self.name}/{tag}"
+
+    def _signature_to_come(self, store: Store, mailbox: str) -> Callable[[], str]:
+        """What the sender will say of the receive that is posted now. Signatures come in the order of the sends, but receives may
+        be waited for in any order: whoever waits first also fetches for the receives posted before it."""
+        if self._posted is None or self._posted[0] is not store:
+            self._posted = (store, {})  # groups formed again after an error: what was posted before will not come
+        queue, mine = self._posted[1].setdefault(mailbox, deque()), list[str]()
+        queue.append(mine)
+
+        def fetch() -> str:
+            while not mine:
+                queue.popleft().append(store.queue_pop(mailbox).decode())
+            return mine[0]
+
+        return fetch
 
     def _check_position(self, field: str, position: int) -> None:
         if not 0 <= position < self.size:

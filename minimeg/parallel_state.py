@@ -52,7 +52,7 @@ class ParallelState:
 
     def destroy(self) -> None:
         """Free the process groups made here (not the default one). Every rank must call it."""
-        groups = [self.tp, self.cp, self.dp, self.dp_cp, self.pp, self.mp, self.embedding]
+        groups = [self.world, self.tp, self.cp, self.dp, self.dp_cp, self.pp, self.mp, self.embedding]
         handles = {id(g.handle): g.handle for g in groups if g is not None and g.handle not in (None, dist.group.WORLD)}
         for handle in handles.values():
             dist.destroy_process_group(handle)
@@ -135,14 +135,15 @@ def initialize_model_parallel(
     local_world_size = _environment("LOCAL_WORLD_SIZE", grid.world_size)
     place, natural_backend, stage = pick_device(_environment("LOCAL_RANK", 0), local_world_size, device)
     timeout = timedelta(seconds=timeout_seconds)
+    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     if not dist.is_initialized():
         _start(grid.world_size, backend or natural_backend, timeout)
+        made[tuple(range(grid.world_size))] = dist.group.WORLD  # one that somebody else started has another timeout
     rank = dist.get_rank()
     used_backend = backend or dist.get_backend()
     stage = place.type == "cuda" and "nccl" not in used_backend
     store = _message_store(used_backend, timeout)
     coordinates = " ".join(f"{axis}={at}" for axis, at in grid.coordinates(rank).items() if grid.sizes[axis] > 1)
-    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(grid.world_size)): dist.group.WORLD}
 
     def mine(name: str, partition: list[list[int]]) -> Group | None:
         found = None

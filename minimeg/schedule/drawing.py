@@ -22,6 +22,9 @@ from minimeg.schedule.chart import COLOUR, DIGIT, LEFT, Chart, Panel, charts_of,
 from minimeg.schedule.timeline import Timeline
 from minimeg.svg import IDLE, INK, QUIET, WHITE, element, hatching, number, picture, round_steps, text
 
+SEPARATOR = " · "
+LONGEST_LINE = 118  # characters that fit across the picture in the widest of the common fonts
+
 
 def gantt(timeline: Timeline, *, title: str | None = None, memory: bool = True) -> str:
     """A timeline as SVG text, 760 px wide. A measured one (see ``is_measured``) is taken to be in seconds.
@@ -52,32 +55,43 @@ def gantt_stack(
 def _figure(title: str, panels: Sequence[Panel], memory: bool, own_scales: bool) -> str:
     charts = charts_of(title, panels, own_scales)
     parts = [text(title, font_size=15, font_weight="bold", x=16, y=28), *_legend(charts)]
-    level = max(max(chart.peaks) / chart.schedule.chunks for chart in charts)
+    level = max(max(chart.peaks) / chart.schedule.chunks for chart in charts) if memory else 0
     y = 62
     for chart in charts:
-        if chart.title:
-            parts.append(text(chart.title, font_size=13, font_weight="bold", x=16, y=y + 18))
-            y += 22
-        parts.append(text(_facts(chart), x=16, y=y + 16))
-        y += 28
-        for rank in range(chart.schedule.stages):
-            parts += [*_rank_name(chart, rank, y, chart.row - 2), *_blocks(chart, rank, y)]
-            y += chart.row
-        parts += _time_axis(chart, y)
-        y += 26
-        if memory and not chart.schedule.forward_only:
-            words = f"{'chunk ' * (chart.schedule.chunks > 1)}activations in flight, peak on the right"
-            parts.append(text(words, fill=QUIET, font_size=11, x=LEFT, y=y + 9))
-            y += 16
-            for rank in range(chart.schedule.stages):
-                parts += [*_rank_name(chart, rank, y, chart.strip), *_memory(chart, rank, y, level)]
-                y += chart.strip + 4
-        y += 10
+        drawn, y = _panel(chart, y, level)
+        parts += drawn
     captions = list(dict.fromkeys(line for chart in charts for line in _caption(chart)))
     parts += [text(line, fill=QUIET, font_size=11, x=16, y=y + 6 + 16 * i) for i, line in enumerate(captions)]
-    seen = "; ".join(f"{chart.title}: {_facts(chart)}" if chart.title else _facts(chart) for chart in charts)
+    seen = "; ".join(f"{chart.title}: {SEPARATOR.join(_facts(chart))}".removeprefix(": ") for chart in charts)
     sentence = f"Gantt chart, time to the right, rank 0 on top: {seen}. {' '.join(captions)}"
     return picture(y + 16 * len(captions) + 4, title, sentence, *parts)
+
+
+def _panel(chart: Chart, y: int, level: float) -> tuple[list[str], int]:
+    """One chart from y on, with memory curves to the scale of ``level`` activations unless that is 0; -> elements, y beneath."""
+    parts = []
+    if chart.title:
+        parts.append(text(chart.title, font_size=13, font_weight="bold", x=16, y=y + 18))
+        y += 22
+    *first, peak = facts = _facts(chart)
+    too_long = len(SEPARATOR.join(facts)) > LONGEST_LINE
+    for line in [first, [peak]] if too_long else [facts]:
+        parts.append(text(SEPARATOR.join(line), x=16, y=y + 16))
+        y += 18
+    y += 10
+    for rank in range(chart.schedule.stages):
+        parts += [*_rank_name(chart, rank, y, chart.row - 2), *_blocks(chart, rank, y)]
+        y += chart.row
+    parts += _time_axis(chart, y)
+    y += 26
+    if level and not chart.schedule.forward_only:
+        words = f"{'chunk ' * (chart.schedule.chunks > 1)}activations in flight, peak on the right"
+        parts.append(text(words, fill=QUIET, font_size=11, x=LEFT, y=y + 9))
+        y += 16
+        for rank in range(chart.schedule.stages):
+            parts += [*_rank_name(chart, rank, y, chart.strip), *_memory(chart, rank, y, level)]
+            y += chart.strip + 4
+    return parts, y + 10
 
 
 def _place(x: int, y: int, grain: int = 1) -> str:
@@ -206,18 +220,17 @@ def _with_unit(time: float, chart: Chart) -> str:
     return f"{number(time)} {chart.unit}" if chart.unit else number(time)
 
 
-def _facts(chart: Chart) -> str:
+def _facts(chart: Chart) -> list[str]:
     """The Timeline's own numbers: both bubbles by name, and the peak."""
     timeline, n = chart.timeline, chart.schedule.chunks
     longest, peak = max(timeline.stage_spans), max(chart.peaks)
-    facts = [f"makespan {_with_unit(timeline.makespan, chart)}"]
-    if not isclose(longest, timeline.makespan):
-        facts.append(f"longest rank {_with_unit(longest, chart)}")
+    own = "" if isclose(longest, timeline.makespan) else f" (longest rank {_with_unit(longest, chart)})"
+    facts = [f"makespan {_with_unit(timeline.makespan, chart)}{own}"]
     ideal, total = (number(round(100 * part, 2)) for part in (timeline.bubble_of_ideal, timeline.bubble_of_total))
-    facts.append(f"bubble {ideal} % of ideal time, {total} % of total time")
+    facts.append(f"bubble {ideal} % of ideal, {total} % of total time")
     if not chart.schedule.forward_only:
-        facts.append(f"peak {peak} {f'chunks in flight ({number(peak / n)} whole stages)' if n > 1 else 'in flight'}")
-    return " · ".join(facts)
+        facts.append(f"peak {peak}{f' chunks ({number(peak / n)} stages)' if n > 1 else ''} in flight")
+    return facts
 
 
 def _caption(chart: Chart) -> Iterator[str]:

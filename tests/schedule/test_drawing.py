@@ -160,7 +160,7 @@ def test_equal_blocks_of_a_kind_are_numbered_all_or_none(name):
 def test_a_short_block_among_long_ones_goes_without_number():
     schedule = one_f_one_b(1, 2)
     actions = schedule.ranks[0]
-    spans = [Span(action, i, i + (0.02 if i == 2 else 1)) for i, action in enumerate(actions)]
+    spans = [Span(action, i, i + (0.025 if i == 2 else 1)) for i, action in enumerate(actions)]
     (row,) = Drawn(gantt(Timeline(schedule, (tuple(spans),)))).rows
     assert sorted(words for words, *_ in row.numbers.values()) == ["0", "0", "1"]
     assert [hint for *_, hint in row.blocks] == [None, None, "F0.1", None]
@@ -223,10 +223,10 @@ def test_legend_has_the_timelines_numbers(name, stages, microbatches):
     drawn = Drawn(gantt(timeline))
     (facts,) = drawn.with_start("makespan")
     assert float(re.search(r"makespan (\S+)", facts)[1]) == timeline.makespan
-    ideal, total = re.search(r"bubble (\S+) % of ideal time, (\S+) % of total time", facts).groups()
+    ideal, total = re.search(r"bubble (\S+) % of ideal, (\S+) % of total time", facts).groups()
     assert float(ideal) == pytest.approx(100 * timeline.bubble_of_ideal, abs=0.005)
     assert float(total) == pytest.approx(100 * timeline.bubble_of_total, abs=0.005)
-    longest = re.search(r"longest rank (\S+)", facts)
+    longest = re.search(r"longest rank ([\d.]+)", facts)
     assert (float(longest[1]) if longest else timeline.makespan) == max(timeline.stage_spans)
     peak = re.search(r"peak (\d+) ", facts)
     assert (int(peak[1]) if peak else 0) == max(timeline.peak_in_flight)
@@ -238,9 +238,9 @@ def test_legend_words():
     assert Drawn(gantt(timeline_of("zb-h1"))).with_start("B ") == ["B input gradient"]
     assert Drawn(gantt(timeline_of("zb-v"))).with_start("dark") == ["dark: chunk 0, light: chunk 1"]
     (facts,) = Drawn(gantt(timeline_of("interleaved"))).with_start("makespan")
-    assert facts.endswith("peak 11 chunks in flight (5.5 whole stages)")
+    assert facts.endswith("peak 11 chunks (5.5 stages) in flight")
     (facts,) = Drawn(gantt(timeline_of("zb-h2"))).with_start("makespan")
-    assert facts == "makespan 27 · longest rank 24 · bubble 0 % of ideal time, 0 % of total time · peak 7 in flight"
+    assert facts == "makespan 27 (longest rank 24) · bubble 0 % of ideal, 0 % of total time · peak 7 in flight"
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "forward-only"])
@@ -314,6 +314,15 @@ def test_measured_timelines_are_in_seconds():
         gantt_stack([("measured", timeline), ("simulated", simulate(timeline.schedule, 1, 1, 1))], own_scales=True)
     )
     assert [" s · " in facts for facts in slots.with_start("makespan")] == [True, False]
+
+
+def test_a_line_too_long_for_the_picture_is_two():
+    timeline = measured(build("zb-v", 4, 8))
+    words = Drawn(gantt(timeline)).words
+    (facts,) = (line for line in words if line.startswith("makespan"))
+    assert words[words.index(facts) + 1] == "peak 8 chunks (4 stages) in flight"
+    assert max(map(len, words)) < 120
+    assert f"{facts} · peak 8 chunks (4 stages) in flight. " in ET.fromstring(gantt(timeline)).findtext(f"{SVG}desc")
 
 
 def test_caption_names_the_assumptions():

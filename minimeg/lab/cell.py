@@ -19,7 +19,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from minimeg.lab import checks, groups
+from minimeg.lab import checks, groups, where
 from minimeg.lab.worker import emit
 
 Bundle = dict[str, Any]  # MIME type -> data, as Jupyter has it
@@ -32,7 +32,7 @@ _MAIN = types.ModuleType("__main__")
 
 def run(source: str, filename: str) -> None:
     """Run the cell; show the value of its last line if that is an expression without a semicolon."""
-    script = _script()
+    script, where.current_cell = _script(), filename
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     tree = ast.parse(source, filename)
     last = None

@@ -168,33 +168,27 @@ def unblock() -> None:
     """Make every communication that this process waits in raise an error.
 
     gloo and its rendezvous talk over TCP, and a shut connection wakes whoever waits on it: collectives, sends, receives,
-    look-ups. Variables stay. Without a list of open files (Windows), and for NCCL, the groups are torn down instead.
+    look-ups. Variables stay. NCCL, which does not, is told to abort (not tried).
     """
-    if shut_sockets() and not _uses_nccl():
-        return
-    import torch.distributed as dist
-    from torch.distributed.distributed_c10d import _abort_process_group
-
-    remember()
-    if dist.is_initialized():
-        (_abort_process_group if _uses_nccl() else dist.destroy_process_group)()
-
-
-def _uses_nccl() -> bool:
     dist = sys.modules.get("torch.distributed")
-    return dist is not None and dist.is_initialized() and "nccl" in dist.get_backend()
+    if dist is not None and dist.is_initialized() and "nccl" in dist.get_backend():
+        from torch.distributed.distributed_c10d import _abort_process_group
+
+        remember()
+        _abort_process_group()
+    shut_sockets()
 
 
-def shut_sockets() -> bool:
-    """Shut every TCP connection of this process over the loopback. False where open files cannot be listed."""
+def shut_sockets() -> None:
+    """Shut every TCP connection of this process over the loopback.
+
+    Windows cannot list a process's sockets: there a rank that waits for another is not freed but, after a while, replaced.
+    """
     folder = Path("/proc/self/fd" if sys.platform == "linux" else "/dev/fd")
-    if not folder.exists():
-        return False
-    for descriptor in [int(path.name) for path in folder.iterdir()]:
+    for descriptor in [int(path.name) for path in folder.iterdir()] if folder.exists() else ():
         with contextlib.suppress(OSError):  # closed meanwhile, or not connected
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as copy:
                 if copy.family in (socket.AF_INET, socket.AF_INET6) and "127.0.0.1" in str(copy.getpeername()[0]):
                     copy.shutdown(socket.SHUT_RDWR)
-    return True

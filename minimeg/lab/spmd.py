@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from minimeg.lab import cell, checks, output
 from minimeg.lab.ranks import RankError, Ranks
+from minimeg.lab.where import CELL
 
 DEFAULT_RANKS = 4
 PRELOAD = ["IPython.core.formatters", "minimeg.layers", "minimeg.models"]
@@ -45,6 +46,7 @@ class Laboratory:
 
     def __init__(self) -> None:
         self.pool: Ranks | None = None
+        self.cells = 0
         self.last_error: RankError | None = None  # its .failure.traceback has every frame
 
     def ranks(self, n: int | None = None) -> Ranks:
@@ -55,6 +57,11 @@ class Laboratory:
         if self.pool is None:
             self.pool = Ranks(n or DEFAULT_RANKS, preload=PRELOAD)
         return self.pool
+
+    def name_cell(self) -> str:
+        """A file name for the next cell, under which the ranks find its lines."""
+        self.cells += 1
+        return f"{CELL}{self.cells}>"
 
     def run(self, source: str, filename: str, options: argparse.Namespace) -> None:
         """Run a cell, show what the ranks showed, then raise what they raised."""
@@ -168,18 +175,17 @@ def spmd(line: str, source: str) -> None:
 
     Run the cell on every rank. ``rank``, ``world_size``, ``torch`` and ``dist`` are defined there.
     """
-    from IPython.core.getipython import get_ipython
     from IPython.core.inputtransformer2 import TransformerManager
 
     options = _parse(line)
-    shell = get_ipython()
-    filename = f"cell [{shell.execution_count if shell is not None else 0}]"
+    filename = LABORATORY.name_cell()
     # The line with %%spmd counts, so that numbers in errors are those in the margin.
     source = "\n" + str(TransformerManager().transform_cell(source))  # type: ignore[no-untyped-call]
     try:
         ast.parse(source, filename)
     except SyntaxError as error:  # not worth waking the ranks
-        raise CellError("".join(traceback.format_exception_only(error)).rstrip()) from None
+        report = "".join(traceback.format_exception_only(error)).rstrip()
+        raise CellError(report.replace(f'File "{filename}"', "this cell")) from None
     LABORATORY.run(source, filename, options)
 
 

@@ -21,6 +21,9 @@ _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "pl
 _HOUSE = str(Path(__file__).resolve().parent.parent) + os.sep
 _MACHINERY = str(Path(__file__).resolve().parent) + os.sep
 
+CELL = "<spmd "  # how the file names of notebook cells begin
+current_cell = ""  # the one that this rank is running
+
 Place = tuple[FrameType, int]  # a frame and its current line
 
 
@@ -48,12 +51,10 @@ def tell(place: Place | None, with_source: bool = True) -> str:
         return "an unknown line"
     frame, line = place
     code = frame.f_code
-    # A cell says "cell [5], line 3"; a file "step.py:3".
-    where = (
-        f"{code.co_filename}, line {line}"
-        if code.co_filename.startswith("cell")
-        else f"{_short(code.co_filename)}:{line}"
-    )
+    if code.co_filename.startswith(CELL):
+        where = f"line {line}" if code.co_filename == current_cell else f"line {line} of an earlier cell"
+    else:
+        where = f"{_short(code.co_filename)}:{line}"
     if code.co_name != "<module>":
         where += f", in {code.co_name}"
     source = linecache.getline(code.co_filename, line, frame.f_globals).strip() if with_source else ""
@@ -77,7 +78,7 @@ def describe(rank: int, error: BaseException) -> Failure:
     shown = [place for place in places if not place[0].f_code.co_filename.startswith(_MACHINERY)]
     steps = [tell(place, with_source=not place[0].f_code.co_filename.startswith(_LIBRARIES)) for place in shown]
     if isinstance(error, SyntaxError) and error.filename:
-        steps.append(f"{error.filename}, line {error.lineno}: {(error.text or '').strip()}")
+        steps.append(f"{_short(error.filename)}:{error.lineno}: {(error.text or '').strip()}")
     return Failure(
         rank=rank,
         when=when,

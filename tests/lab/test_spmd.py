@@ -94,9 +94,10 @@ def notebook(tmp_path_factory) -> Iterator[Notebook]:
 
 
 def fails_at(outcome: Outcome, text: str) -> None:
-    """The report, with the number of the cell made N."""
+    """The report has no numbers but those of lines, so that a stored notebook stays right when cells are added to it."""
     assert outcome.exception == "RankError"
-    assert re.sub(r"cell \[\d+\]", "cell [N]", outcome.traceback) == text.strip("\n")
+    assert outcome.traceback == text.strip("\n")
+    assert outcome.errors == ""  # no noise from the connections that were shut
 
 
 # ---- cells that work ---------------------------------------------------------------------------------------------------------
@@ -152,7 +153,7 @@ def test_magics_and_shell_commands_in_a_cell(notebook):
 def test_warnings_go_to_the_error_stream(notebook):
     outcome = notebook.run("%%spmd\nimport warnings\nwarnings.warn('careful')")
     assert outcome.text == ""
-    assert outcome.errors.startswith("[ranks 0-3] cell [")
+    assert outcome.errors.startswith("[ranks 0-3] <spmd ")
     assert "careful" in outcome.errors
 
 
@@ -194,9 +195,9 @@ def test_an_error_is_shown_once_at_its_own_line_and_the_rest_goes_on(notebook):
         outcome,
         """
 rank 2: ValueError: boom
-  cell [N], line 4: raise ValueError('boom')
+  line 4: raise ValueError('boom')
 Where the other ranks were:
-  ranks 0-1,3  waiting at cell [N], line 5: dist.all_reduce(x)
+  ranks 0-1,3  waiting at line 5: dist.all_reduce(x)
 """,
     )
     assert outcome.seconds < 15
@@ -209,8 +210,8 @@ def test_an_error_in_a_function_of_another_cell(notebook):
         notebook.run("%%spmd\ninverse(0)"),
         """
 ranks 0-3: ZeroDivisionError: division by zero
-  cell [N], line 2: inverse(0)
-  cell [N], line 3, in inverse: return 1 / x
+  line 2: inverse(0)
+  line 3 of an earlier cell, in inverse: return 1 / x
 """,
     )
 
@@ -220,14 +221,34 @@ def test_a_deadlock_is_cut_and_explained(notebook):
     for line in ("%%spmd --timeout 1", "%%spmd --timeout 1 --expect-error"):
         outcome = notebook.run(f"{line}\nif rank != 2:\n    dist.all_reduce(x)")
         report = outcome.traceback or outcome.text.rstrip()
-        assert re.sub(r"cell \[\d+\]", "cell [N]", report) == (
+        assert report == (
             "no end after 1 s: the call was cut\n"
             "Where the ranks were:\n"
-            "  ranks 0-1,3  waiting at cell [N], line 3: dist.all_reduce(x)\n"
+            "  ranks 0-1,3  waiting at line 3: dist.all_reduce(x)\n"
             "  rank 2       finished"
         )
         assert bool(outcome.exception) != ("--expect-error" in line)
         assert notebook.run("%%spmd\ndist.all_reduce(x); int(x)").exception == ""
+
+
+def test_a_slow_rank_is_named_and_the_second_run_works(notebook):
+    source = (
+        "%%spmd --timeout 1\nimport time\ndef load_checkpoint():\n    if rank == 3 and slow:\n        time.sleep(100)\n"
+        "    dist.barrier()\n    return 'loaded'\nload_checkpoint()"
+    )
+    notebook.run("push(slow=True)")
+    fails_at(
+        notebook.run(source),
+        """
+no end after 1 s: the call was cut
+Where the ranks were:
+  ranks 0-2  waiting at line 6, in load_checkpoint: dist.barrier()
+  rank 3     waiting at line 5, in load_checkpoint: time.sleep(100)
+""",
+    )
+    notebook.run("push(slow=False)")
+    for _ in range(2):
+        assert notebook.run(source).text == "[ranks 0-3] 'loaded'\n"
 
 
 def test_an_expected_error_must_come(notebook):
@@ -252,7 +273,7 @@ def test_groups_of_a_parallel_state_work_after_an_error(notebook):
 def test_mistakes_in_the_cell_itself_do_not_reach_the_ranks(notebook):
     misspelt = notebook.run("%%spmd\nx = 1\n1 +")
     assert misspelt.exception == "CellError"
-    assert re.search(r'File "cell \[\d+\]", line 3\n    1 \+\n +\^\nSyntaxError: invalid syntax', misspelt.traceback)
+    assert re.search(r"this cell, line 3\n    1 \+\n +\^\nSyntaxError: invalid syntax", misspelt.traceback)
     for options, words in (
         ("-n x", "invalid int value"),
         ("-n 0", "at least 1"),
@@ -272,12 +293,12 @@ def test_the_interrupt_button(notebook):
     outcome = notebook.finish(message, timeout=30)
     assert outcome.text == "[ranks 0-3] working\n"
     assert outcome.exception == "Interrupted"
-    assert "ranks 0,2-3  waiting at cell" in outcome.traceback
+    assert "ranks 0,2-3  waiting at line 4" in outcome.traceback
     assert "rank 1       finished" in outcome.traceback
     message = notebook.start("%%spmd\nwhile True:\n    pass")
     time.sleep(1.5)
     notebook.manager.interrupt_kernel()
-    assert "ranks 0-3  running cell" in notebook.finish(message, timeout=30).traceback
+    assert "ranks 0-3  running line" in notebook.finish(message, timeout=30).traceback
     assert notebook.run("%%spmd\ndist.barrier(); kept").text == "".join(f"[rank {r}] {r}\n" for r in range(4))
 
 
@@ -290,7 +311,7 @@ def test_a_killed_rank_and_another_number_of_ranks(notebook):
         """
 rank 1 died: killed by SIGKILL
 Where the other ranks were:
-  ranks 0,2-3  waiting at cell [N], line 5: dist.barrier()
+  ranks 0,2-3  waiting at line 5: dist.barrier()
 The ranks were started again: their variables are gone.
 """,
     )

@@ -12,20 +12,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
-from xml.sax.saxutils import escape
+
+from minimeg.svg import BLUE, GREEN, INK, WHITE, WIDTH, element, picture, text
 
 if TYPE_CHECKING:
     from minimeg.grid import Grid
 
-WIDTH, MARGIN, TOP = 760, 14, 38
+MARGIN, TOP = 14, 38
 CELL_HEIGHT, STAGE_GAP, HEADING_GAP = 48, 30, 20
 DP_GAP, EP_GAP = 26, 12
 NARROWEST_CELL, WIDEST_CELL = 36, 92
-INK, PALE, NODE, SLOW = "#222222", "#BBBBBB", "#767676", "#D55E00"
+PALE, NODE, SLOW = "#BBBBBB", "#767676", "#D55E00"
 # Each axis has a colour, a dash pattern and a width, so that none is told by colour alone; dp is a double line, pp ends in an arrow.
 STYLE = {
-    "tp": ("#0072B2", None, 4),
-    "cp": ("#009E73", "0 7", 4),
+    "tp": (BLUE, None, 4),
+    "cp": (GREEN, "0 7", 4),
     "ep": ("#8C510A", "9 4 2 4", 3),
     "dp": ("#CC79A7", None, 6),
     "pp": (INK, None, 2),
@@ -37,13 +38,6 @@ MEANING = {
     "dp": ("data", "blocks to the right"),
     "pp": ("pipeline", "downwards"),
 }
-
-
-def element(tag: str, text: str | None = None, /, **attributes: object) -> str:
-    """One SVG element; attributes are sorted and those that are None left out, so that equal pictures are equal text."""
-    shown = {name.replace("_", "-"): value for name, value in attributes.items() if value is not None}
-    opening = tag + "".join(f' {name}="{escape(str(value))}"' for name, value in sorted(shown.items()))
-    return f"<{opening}/>" if text is None else f"<{opening}>{escape(text)}</{tag}>"
 
 
 @dataclass(frozen=True)
@@ -123,9 +117,7 @@ def draw(grid: Grid, selected_rank: int | None, ranks_per_node: int | None) -> s
     axes = [axis for axis, size in grid.sizes.items() if size > 1]
     legend, sentence = _legend(grid, axes, selected_rank, ranks_per_node, layout.bottom)
     parts = [
-        element("title", grid.summary),
-        element("desc", sentence),
-        element("text", grid.summary, fill=INK, font_size=13, font_weight="bold", x=MARGIN, y=22),
+        text(grid.summary, font_size=13, font_weight="bold", x=MARGIN, y=22),
         *_cells(layout, selected_rank),
         *_headings(layout),
     ]
@@ -134,13 +126,12 @@ def draw(grid: Grid, selected_rank: int | None, ranks_per_node: int | None) -> s
     if selected_rank is not None:
         for axis in axes:
             parts += _lines(layout, axis, _group_of(grid, axis, selected_rank), ranks_per_node)
-    width = max(WIDTH, layout.right + MARGIN)
+    parts += legend
     height = layout.bottom + 22 * max(1, len(legend) // 2)
-    head = (
-        f'<svg font-family="system-ui, sans-serif" font-size="12" role="img" viewBox="0 0 {width} {height}" '
-        f'width="{WIDTH}" xmlns="http://www.w3.org/2000/svg">'
-    )
-    return "\n".join([head, element("rect", fill="#FFFFFF", height=height, width=width), *parts, *legend, "</svg>"])
+    if layout.right + MARGIN > WIDTH:  # one tensor-parallel group is wider than the picture
+        scale = WIDTH / (layout.right + MARGIN)
+        parts, height = [element("g", *parts, transform=f"scale({scale:.3f})")], round(height * scale)
+    return picture(height, grid.summary, sentence, *parts)
 
 
 def _group_of(grid: Grid, axis: str, rank: int) -> list[int]:
@@ -152,10 +143,10 @@ def _cells(layout: Layout, selected_rank: int | None) -> Iterator[str]:
     for rank in range(layout.grid.world_size):
         x, y = layout.corner(rank)
         outline = INK if c == 1 else PALE
-        yield element("rect", fill="#FFFFFF", height=CELL_HEIGHT, stroke=outline, width=layout.cell, x=x, y=y)
+        yield element("rect", fill=WHITE, height=CELL_HEIGHT, stroke=outline, width=layout.cell, x=x, y=y)
         weight = "bold" if rank == selected_rank else None
         middle = x + layout.cell // 2
-        yield element("text", f"r{rank}", fill=INK, font_weight=weight, text_anchor="middle", x=middle, y=y + 29)
+        yield text(f"r{rank}", font_weight=weight, text_anchor="middle", x=middle, y=y + 29)
         if c > 1 and layout.place(rank)[1] % c == c - 1:  # the outline of the cell of which this rank is the last part
             top, height = y - (c - 1) * CELL_HEIGHT, c * CELL_HEIGHT
             yield element("rect", fill="none", height=height, stroke=INK, width=layout.cell, x=x, y=top)
@@ -179,15 +170,15 @@ def _headings(layout: Layout) -> Iterator[str]:
                 right = layout.x(min(start + span, last) - 1 - first) + layout.cell
                 label = f"{axis} {start // spans[axis] % grid.sizes[axis]}"
                 y = top - HEADING_GAP + 1 - 16 * line
-                yield element("text", label, fill=INK, text_anchor="middle", x=(left + right) // 2, y=y)
+                yield text(label, text_anchor="middle", x=(left + right) // 2, y=y)
         for row in range(grid.pp * grid.cp):
             y = layout.y(band, row)
             if grid.cp > 1:
                 label = f"cp {row % grid.cp}"
-                yield element("text", label, fill=INK, text_anchor="end", x=layout.left - 12, y=y + 29)
+                yield text(label, text_anchor="end", x=layout.left - 12, y=y + 29)
             if grid.pp > 1 and row % grid.cp == 0:
                 middle = y + grid.cp * CELL_HEIGHT // 2 + 5
-                yield element("text", f"pp {row // grid.cp}", fill=INK, x=MARGIN, y=middle)
+                yield text(f"pp {row // grid.cp}", x=MARGIN, y=middle)
 
 
 def _nodes(layout: Layout, ranks_per_node: int) -> Iterator[str]:
@@ -225,10 +216,10 @@ def _rectangles(places: set[tuple[int, int, int]]) -> Iterator[tuple[int, int, i
                 yield band, row, bottom, first, last
 
 
-def _haloed(text: str, x: int, y: int, colour: str, anchor: str) -> str:
+def _haloed(words: str, x: int, y: int, colour: str, anchor: str) -> str:
     """Small text that stays readable on top of lines."""
-    halo = {"paint_order": "stroke", "stroke": "#FFFFFF", "stroke_linejoin": "round", "stroke_width": 5}
-    return element("text", text, fill=colour, font_size=10, text_anchor=anchor, x=x, y=y, **halo)
+    halo = {"paint_order": "stroke", "stroke": WHITE, "stroke_linejoin": "round", "stroke_width": 5}
+    return text(words, fill=colour, font_size=10, text_anchor=anchor, x=x, y=y, **halo)
 
 
 def _lines(layout: Layout, axis: str, group: list[int], ranks_per_node: int | None) -> Iterator[str]:
@@ -255,7 +246,7 @@ def _lines(layout: Layout, axis: str, group: list[int], ranks_per_node: int | No
             lift = 6 if x1 == x2 else -4
             words.append(_haloed("slow", (x1 + x2) // 2, (y1 + y2) // 2 - lift, SLOW, "middle"))
     for x, y in stops.values():
-        yield element("circle", cx=x, cy=y, fill=STYLE[axis][0], r=4, stroke="#FFFFFF", stroke_width=1)
+        yield element("circle", cx=x, cy=y, fill=STYLE[axis][0], r=4, stroke=WHITE, stroke_width=1)
     yield from words
 
 
@@ -265,7 +256,7 @@ def _link(axis: str, x1: int, y1: int, x2: int, y2: int, slow: bool = False) -> 
     cap = "round" if axis == "cp" and not slow else None
     line = element("line", stroke=colour, stroke_dasharray=dashes, stroke_linecap=cap, stroke_width=width, **ends)
     if axis == "dp" and not slow:
-        line += element("line", stroke="#FFFFFF", stroke_width=2, **ends)
+        line += element("line", stroke=WHITE, stroke_width=2, **ends)
     if axis == "pp":  # the arrow of the forward pass; its tip stops short of the next stop's dot
         tip = (
             f"{x2 - 4},{y2 - 13} {x2 + 4},{y2 - 13} {x2},{y2 - 5}"
@@ -282,17 +273,17 @@ def _legend(
     """Two elements a line beneath the picture, and the sentence that says in words what it shows."""
     if selected_rank is None:
         sentence = "; ".join(f"{axis} ({MEANING[axis][0]}) {MEANING[axis][1]}" for axis in axes) or "one rank alone"
-        return [element("text", sentence, fill=INK, x=MARGIN, y=top + 8)], f"{grid.summary}: {sentence}."
+        return [text(sentence, x=MARGIN, y=top + 8)], f"{grid.summary}: {sentence}."
     parts, said = [], []
     for line, axis in enumerate(axes):
         group, y = _group_of(grid, axis, selected_rank), top + 8 + 22 * line
         names = [f"r{rank}" for rank in group]
         members = " ".join(names if len(names) <= 9 else [*names[:6], "..", *names[-2:]])
-        text = f"{axis} ({MEANING[axis][0]}), {len(group)} ranks: {members}"
+        row = f"{axis} ({MEANING[axis][0]}), {len(group)} ranks: {members}"
         if ranks_per_node is not None:
             leaving = sum(a // ranks_per_node != b // ranks_per_node for a, b in pairwise(group))
-            text += f", {leaving} of {len(group) - 1} links between nodes: slow" if leaving else ", inside one node"
-        said.append(text)
+            row += f", {leaving} of {len(group) - 1} links between nodes: slow" if leaving else ", inside one node"
+        said.append(row)
         parts.append(_link(axis, MARGIN, y - 4, MARGIN + 36, y - 4))
-        parts.append(element("text", text, fill=INK, x=MARGIN + 48, y=y))
+        parts.append(text(row, x=MARGIN + 48, y=y))
     return parts, f"{grid.summary}. Groups of rank {selected_rank}: {'; '.join(said) or 'itself alone'}."

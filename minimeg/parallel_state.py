@@ -123,15 +123,16 @@ def initialize_model_parallel(
     Raises:
         ValueError: before any process group exists, with all faults of the layout and a legal alternative.
     """
-    grid = Grid(
-        world_size_of_environment(),
-        tp=tensor_model_parallel_size,
-        cp=context_parallel_size,
-        pp=pipeline_model_parallel_size,
-        order=order,
-    )
-    if not timeout_seconds > 0:
-        raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}")
+    t, p, c = tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size
+    faults = []
+    try:
+        grid = Grid(world_size_of_environment(), tp=t, cp=c, pp=p, order=order)
+    except ValueError as error:
+        faults.append(str(error))
+    if not 0 < timeout_seconds < float("inf"):
+        faults.append(f"timeout_seconds={timeout_seconds} must be a positive number of seconds, e.g. 60")
+    if faults:
+        raise ValueError("\n".join(faults))
     local_world_size = _environment("LOCAL_WORLD_SIZE", grid.world_size)
     place, natural_backend, stage = pick_device(_environment("LOCAL_RANK", 0), local_world_size, device)
     timeout = timedelta(seconds=timeout_seconds)

@@ -279,11 +279,9 @@ def unequal_but_caught(sent: int, expected: int) -> tuple[str, float]:
     """Rank 1 keeps going after its error, so that rank 0 has to give up by itself."""
     g = initialize_model_parallel(1, 2, timeout_seconds=1).pp
     began = time.perf_counter()
+    pending = g.isend(torch.ones(sent), 1, tag=3) if g.rank == 0 else g.irecv((expected,), torch.float32, 0, tag=3)
     with pytest.raises(CommunicationError) as caught:
-        if g.rank == 0:
-            g.isend(torch.ones(sent), 1, tag=3).wait()
-        else:
-            g.irecv((expected,), torch.float32, 0, tag=3).wait()
+        pending.wait()
     seconds = time.perf_counter() - began
     dist.barrier()  # of the world: rank 0 has failed, too
     return str(caught.value), seconds
@@ -520,9 +518,8 @@ def book_of_two_ranks() -> dict[str, Any]:
             with phase("norm"):
                 g.all_reduce(x)
         g.broadcast(x, 0)
-    with pytest.raises(RuntimeError, match="inside"), ledger() as broken, phase("lost"):
-        g.all_reduce(x)
-        raise RuntimeError("inside")
+    with pytest.raises(ZeroDivisionError), ledger() as broken, phase("lost"):
+        g.all_reduce(x).numel() // 0
     g.all_reduce(x)  # after the blocks: in no book
     return {
         "phases": [(record.op, record.phase) for record in outer.records],

@@ -1,4 +1,4 @@
-"""Which ranks talk to which: the grid of ranks and the groups that follow from it. Arithmetic only, nothing is imported.
+"""Which ranks talk to which: the grid of ranks and the groups that follow from it. Arithmetic only; no torch.
 
 A rank number is a number with mixed radix. Its digits are the rank's coordinates along the axes ``tp`` (tensor), ``cp`` (context),
 ``ep`` (expert), ``dp`` (data) and ``pp`` (pipeline), and the *order* string says which digit counts fastest: the leftmost. With

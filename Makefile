@@ -32,7 +32,7 @@ $(READY): pyproject.toml constraints.txt
 	@set -e; echo 'setup: installing into $(VENV) (minutes the first time)'; start=$$SECONDS; \
 	if ! $(PYTHON) -c 'import pip' 2> /dev/null; then \
 		for found in $(CANDIDATES) none; do \
-			! "$$found" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2> /dev/null || break; \
+			! "$$found" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' > /dev/null 2>&1 || break; \
 		done; \
 		if [ "$$found" = none ]; then \
 			echo 'setup: minimeg needs Python >= 3.11 with its venv module, and none of these is one:' >&2; \

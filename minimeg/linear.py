@@ -108,7 +108,7 @@ class _Linear(Function):
         if need_weight:
             dw = _weight_gradient(ctx, dy, x)
         if need_bias and ctx.has_bias:
-            db = dy.flatten(0, -2).sum(0)
+            db = _rows(dy).sum(0)
         if under_way is not None:
             dx = under_way.wait()
         return dx, dw, db, None, None, None
@@ -119,12 +119,17 @@ def _whole_input(x: Tensor, group: Group, input_gradient: InputGradient) -> Tens
     return group.all_gather(x) if gathers else x
 
 
+def _rows(x: Tensor) -> Tensor:
+    """All tokens one below the other: [s, b, h] -> [s b, h]; a single [h] -> [1, h]."""
+    return x.reshape(-1, x.shape[-1])
+
+
 def _weight_gradient(ctx: Any, dy: Tensor, x: Tensor) -> Tensor | None:
     """dY^T X over all tokens, now, or put aside for W (then None: autograd adds nothing)."""
 
     def compute() -> Tensor:
         whole = _whole_input(x, ctx.group, ctx.input_gradient)
-        return dy.flatten(0, -2).t().matmul(whole.flatten(0, -2))
+        return _rows(dy).t().matmul(_rows(whole))
 
     store: WeightGradientStore | None = ctx.store
     if store is None or not store.recording:

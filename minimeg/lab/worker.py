@@ -137,17 +137,16 @@ class Worker:
 
     def where(self) -> str:
         """Where the main thread waits; while it still runs, look again for up to a second."""
-        look, deadline = self._look(), time.monotonic() + 1
-        while True:
-            before = look
+        look, calm, deadline = self._look(), 0, time.monotonic() + 1
+        while look is not None:
             time.sleep(0.05)
-            look = self._look()
-            if look is None:
-                return "finished"
-            if look == before:
+            before, look = look, self._look()
+            calm = calm + 1 if look == before else 0
+            if look is not None and calm == 2:  # twice, since on a busy machine a thread may get no turn for a while
                 return f"waiting at {look[0]}"
-            if time.monotonic() > deadline:
+            if look is not None and time.monotonic() > deadline:
                 return f"running {look[0]}"
+        return "finished"
 
     def _look(self) -> tuple[str, float] | None:
         """The line, and the processor time that the main thread has used: equal twice means that it waits."""

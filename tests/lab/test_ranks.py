@@ -291,12 +291,21 @@ def test_a_hang_is_cut_and_explained_and_variables_survive(ranks, operation):
     for rank, place in error.waiting.items():
         if (rank != 2) == collective:
             assert "in skip_on" in place, (rank, place)
-            assert place.startswith("running" if operation == "loop" else "waiting at"), (rank, place)
+            assert place.startswith("waiting at") or operation == "loop", (rank, place)
         else:
             assert place == "finished", (rank, place)
     assert ranks(4, total) == [10.0] * 4
     assert ranks(4, kept, "before") == [operation] * 4
     assert ranks.pool(4).pids == pids
+
+
+def test_a_rank_that_computes_is_not_said_to_wait(ranks):
+    for _ in range(5):  # unless the machine is so busy that the rank gets no turn while it is looked at
+        with pytest.raises(RankError) as caught:
+            ranks(2, skip_on, 1, "loop", timeout=0.5)
+        if "running" in caught.value.waiting[1]:
+            return
+    pytest.fail(str(caught.value))
 
 
 def test_ranks_that_cannot_be_freed_are_replaced():

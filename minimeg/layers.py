@@ -27,13 +27,19 @@ from minimeg.mappings import (
 from minimeg.parameter import Initialiser, Shard, ShardedModule, constant, normal
 
 
-def _require_divisible(field: str, value: int, group: Group) -> None:
-    if value <= 0 or value % group.size:
-        below, above = value // group.size * group.size, (value // group.size + 1) * group.size
-        legal = f"{below} or {above}" if below > 0 else f"{above}"
-        raise ValueError(
+def _refuse(group: Group, cut: tuple[str, int], whole: tuple[str, int], conflict: str = "") -> None:
+    """ValueError with all that forbids a linear whose one dimension is cut over the group and the other is whole."""
+    (field, value), faults = cut, []
+    if value < 1 or value % group.size:
+        below = value // group.size * group.size
+        legal = f"{below} or {below + group.size}" if below > 0 else f"{group.size}"
+        faults.append(
             f"{field}={value} must be a positive multiple of the {group.size} ranks of {group.name}; use {legal}"
         )
+    if whole[1] < 1:
+        faults.append(f"{whole[0]}={whole[1]} must be at least 1; use 1")
+    if faults or conflict:
+        raise ValueError("; ".join([*faults, *filter(None, [conflict])]))
 
 
 class ColumnParallelLinear(ShardedModule):
@@ -62,11 +68,11 @@ class ColumnParallelLinear(ShardedModule):
         draw: bool = True,
     ) -> None:
         super().__init__()
-        _require_divisible("out_features", out_features, group)
-        if gather_output and sequence_parallel:
-            raise ValueError(
-                "gather_output=True with sequence_parallel=True: the gathered output would not be cut; use one of them"
-            )
+        conflict = (
+            "gather_output=True with sequence_parallel=True: the gathered output would not be cut; use one of them"
+        )
+        both = gather_output and sequence_parallel
+        _refuse(group, ("out_features", out_features), ("in_features", in_features), conflict if both else "")
         self.group, self.gather_output, self.skip_bias_add = group, gather_output, skip_bias_add
         self.sequence_parallel = sequence_parallel
         self.weight_gradients: WeightGradientStore | None = None  # set by the pipeline for schedules with a separate W
@@ -115,11 +121,9 @@ class RowParallelLinear(ShardedModule):
         draw: bool = True,
     ) -> None:
         super().__init__()
-        _require_divisible("in_features", in_features, group)
-        if sequence_parallel and not input_is_parallel:
-            raise ValueError(
-                "sequence_parallel=True needs input_is_parallel=True: a whole input has no place in that region"
-            )
+        conflict = "sequence_parallel=True needs input_is_parallel=True: a whole input has no place in that region"
+        both = sequence_parallel and not input_is_parallel
+        _refuse(group, ("in_features", in_features), ("out_features", out_features), conflict if both else "")
         self.group, self.input_is_parallel, self.skip_bias_add = group, input_is_parallel, skip_bias_add
         self.sequence_parallel = sequence_parallel
         self.weight_gradients: WeightGradientStore | None = None

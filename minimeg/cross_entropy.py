@@ -27,6 +27,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from minimeg.autograd import apply
 from minimeg.comm import Group
@@ -66,12 +67,14 @@ class _VocabParallelCrossEntropy(Function):
         return cast(Tensor, loss)
 
     @staticmethod
+    @once_differentiable  # the saved softmax is a number: a second derivative would lack terms
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         softmax, local, elsewhere = ctx.saved_tensors
         # d loss / dz_j = softmax_j - (1 - s) [j = y] - s/K, for real columns; padded ones have softmax 0 and stay 0.
         dz = softmax.clone()
-        hit = torch.where(elsewhere, 0.0, 1 - ctx.spread).to(dz.dtype).unsqueeze(-1)
-        dz.scatter_add_(-1, local, -hit)
+        # Not torch.where of two numbers, which gives float32 also for float64 logits.
+        hit = torch.full_like(local, ctx.spread - 1, dtype=dz.dtype)
+        dz.scatter_add_(-1, local, hit.masked_fill(elsewhere.unsqueeze(-1), 0))
         if ctx.spread:
             dz[..., : ctx.real] -= ctx.spread / ctx.vocab_size
         dz *= grads[0].unsqueeze(-1)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,21 +26,32 @@ from minimeg.rng import Key
 if TYPE_CHECKING:
     from minimeg.parallel_state import ParallelState
 
-Initialiser = Callable[
-    [Tensor, torch.Generator | None], Any
-]  # fills the FULL tensor in place, so fans are the full fans
+# Fills the FULL tensor in place, so fans are the full fans. A function of a module, not a lambda: layers can be pickled.
+Initialiser = Callable[[Tensor, torch.Generator | None], Any]
 
 
 def normal(std: float = 0.02) -> Initialiser:
-    return lambda full, generator: full.normal_(0.0, std, generator=generator)
+    return partial(_normal, std)
 
 
 def constant(value: float) -> Initialiser:
-    return lambda full, generator: full.fill_(value)
+    return partial(_constant, value)
 
 
 def xavier_uniform() -> Initialiser:
-    return lambda full, generator: nn.init.xavier_uniform_(full, generator=generator)
+    return _xavier_uniform
+
+
+def _normal(std: float, full: Tensor, generator: torch.Generator | None) -> None:
+    full.normal_(0.0, std, generator=generator)
+
+
+def _constant(value: float, full: Tensor, generator: torch.Generator | None) -> None:
+    full.fill_(value)
+
+
+def _xavier_uniform(full: Tensor, generator: torch.Generator | None) -> None:
+    nn.init.xavier_uniform_(full, generator=generator)
 
 
 @dataclass(frozen=True)
@@ -135,6 +147,10 @@ class ShardedModule(nn.Module):
         self._attach()
         return self
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:  # assign=True brings new parameters
+        super()._load_from_state_dict(*args, **kwargs)
+        self._attach()
+
     def __setstate__(self, state: dict[str, Any]) -> None:  # deepcopy and unpickling
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._attach()
@@ -146,8 +162,12 @@ def modules_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def named_shards(model: nn.Module | Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter, Shard]]:
-    """(local path, parameter, Shard) of every parameter, a shared one once. ValueError for one that no Shard describes."""
+    """(local path, parameter, Shard) of every parameter, a shared one once.
+
+    ValueError for a parameter that no Shard describes, and for two of one global name: one would overwrite the other.
+    """
     seen: set[int] = set()
+    paths: dict[str, str] = {}
     for chunk in modules_of(model):
         for prefix, module in chunk.named_modules():
             shards = module._shards if isinstance(module, ShardedModule) else {}
@@ -158,7 +178,13 @@ def named_shards(model: nn.Module | Iterable[nn.Module]) -> Iterator[tuple[str, 
                 if name not in shards:
                     raise ValueError(f"parameter {path} has no Shard: make it with ShardedModule.add_parameter")
                 seen.add(id(param))
-                yield path, param, shards[name]
+                shard = shards[name]
+                if shard.name in paths:
+                    raise ValueError(
+                        f"parameters {paths[shard.name]} and {path} are both called {shard.name!r}; call name_globally(model)"
+                    )
+                paths[shard.name] = path
+                yield path, param, shard
 
 
 def name_globally(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from minimeg.comm import Group, ledger
 from minimeg.layers import ColumnParallelLinear, LayerNorm, RowParallelLinear, VocabParallelEmbedding, check_range
 from minimeg.models.gpt import GPTConfig, TransformerLayer
 from minimeg.parallel_state import single_process
-from minimeg.parameter import initialise
+from minimeg.parameter import initialise, name_globally
 from tests.rank_functions import Outside, close, strided, tensor_group
 
 SIZES = (1, 2, 4)
@@ -314,7 +314,8 @@ def layer_traffic(t: int, sp: bool) -> dict[str, Any]:
     g = tensor_group(t)
     config = GPTConfig(1, 16, 4, 8, 8, sequence_parallel=sp)
     layer = TransformerLayer(config, g, 0)
-    initialise(layer.self_attention, 1), initialise(layer.mlp.linear_fc1, 2), initialise(layer.mlp.linear_fc2, 3)
+    name_globally(layer)
+    initialise(layer, seed=1)
     x = draw(8 // t if sp else 8, 1, 16, seed=7).float().requires_grad_()
     with Outside() as outside, ledger() as book:
         y = layer(x, torch.full((8, 8), -torch.inf).triu(1), None)

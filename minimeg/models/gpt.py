@@ -238,27 +238,25 @@ class PositionEmbedding(ShardedModule):
 
 
 class OutputLayer(ShardedModule):
-    """Logits of this rank's part of the vocabulary: x W^T. [s, b, h] -> [s, b, v/t]. Its weight may be the word embedding's."""
+    """Logits of this rank's part of the vocabulary: x W^T. [s, b, h] -> [s, b, v/t].
 
-    def __init__(self, config: GPTConfig, group: Group, shared: nn.Parameter | None) -> None:
+    ``shares``: it has no weight and is given the word embedding's with each call. (Were one parameter registered in two modules,
+    ``.to("meta")`` and ``to_empty`` would make two of it.)
+    """
+
+    def __init__(self, config: GPTConfig, group: Group, shares: bool) -> None:
         super().__init__()
         self.group, self.sequence_parallel = group, config.sequence_parallel
         self.weight_gradients: WeightGradientStore | None = None
-        shard = vocabulary_shard(
-            config.vocab_size,
-            config.hidden_size,
-            group,
-            normal(config.init_std),
-            tied_to=WORD_EMBEDDING if config.tied else None,
-        )
-        if shared is None:
-            self.weight = self.add_parameter("weight", shard, draw=False)
-        else:
-            self.weight = shared
+        tied_to = WORD_EMBEDDING if config.tied else None
+        shard = vocabulary_shard(config.vocab_size, config.hidden_size, group, normal(config.init_std), tied_to=tied_to)
+        self.weight = None if shares else self.add_parameter("weight", shard, draw=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, shared: Tensor | None = None) -> Tensor:
         how: InputGradient = "reduce-scatter" if self.sequence_parallel else "all-reduce"
-        return linear(x, self.weight, None, self.group, input_gradient=how, store=self.weight_gradients)
+        weight = self.weight if shared is None else shared
+        assert weight is not None, "a layer that shares its weight is given it"
+        return linear(x, weight, None, self.group, input_gradient=how, store=self.weight_gradients)
 
 
 class GPT(nn.Module):
@@ -290,8 +288,7 @@ class GPT(nn.Module):
             self.final_layernorm = LayerNorm(
                 config.hidden_size, group=group, sequence_parallel=config.sequence_parallel
             )
-            shared = self.embedding.word_embeddings.weight if config.tied and self.is_first else None
-            self.output_layer = OutputLayer(config, group, shared)
+            self.output_layer = OutputLayer(config, group, shares=config.tied and self.is_first)
         s = config.max_sequence_length
         self.register_buffer("causal_bias", torch.full((s, s), -torch.inf).triu(1), persistent=False)
         name_globally(self)
@@ -320,7 +317,8 @@ class GPT(nn.Module):
         for layer in self.layers.values():
             x = layer(x, self.causal_bias, key)
         if self.is_last:
-            x = self.output_layer(self.final_layernorm(x))
+            shared = self.embedding.word_embeddings.weight if self.config.tied and self.is_first else None
+            x = self.output_layer(self.final_layernorm(x), shared)
         out: Tensor = x
         return out
 

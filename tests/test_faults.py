@@ -27,6 +27,7 @@ from minimeg.comm import CommunicationError
 from minimeg.faults import BOX, PHASES, Fault, InjectedFault, watch
 from minimeg.faults.blackbox import SIZE, BlackBox, Snapshot, StateFile, ending_of, read
 from minimeg.faults.postmortem import classify, summary, verdict
+from minimeg.faults.watcher import Watcher
 from minimeg.ledger import RECORDER, Entry
 from minimeg.parallel_state import single_process
 
@@ -145,6 +146,27 @@ def test_a_dead_process_is_seen_before_anybody_waits_for_it(tmp_path: Path) -> N
     theirs.close()
 
 
+def test_what_a_watcher_takes_for_trouble(tmp_path: Path) -> None:
+    own, peer = (StateFile.create(str(tmp_path / name)) for name in ("rank-0.state", "rank-1.state"))
+    mine, theirs = BlackBox(), BlackBox()
+    mine.attach(own.memory, "tp=0")
+    theirs.attach(peer.memory, "tp=1")
+    watcher = Watcher(mine, 0, 2, own, {1: StateFile.open(str(tmp_path / "rank-1.state"))}, -1, silence=1.0)
+    for beat in range(10):  # it beats, and so it may be slow
+        theirs.beat(beat)
+        assert not watcher._trouble(0.5)
+    assert [watcher._trouble(0.4) for _ in range(3)] == [False, False, True]  # 1.2 s without a beat
+    theirs.beat(10)
+    assert not watcher._trouble(0.5)
+    peer.close()
+    assert watcher._trouble(0.1)  # the lock is free and nothing was said
+    theirs.attach(watcher.peers[1].memory, "tp=1")  # its own mapping went with it
+    theirs.end("done")
+    assert not watcher._trouble(5.0)  # gone, silent, and all is well
+    watcher.peers[1].close()
+    own.close()
+
+
 # ---- the verdict -----------------------------------------------------------------------------------------------------------
 
 
@@ -181,6 +203,8 @@ DEAD = {"alive": False}
         (1, [{**LOST, "ending_time": 9.0}, {**DEAD, "last_sign": 8.8, "trace": "Fatal Python error: Aborted\n"}]),
         # a stopped rank, before those that waited for it in vain
         (3, [{**LATE, "ending_time": 9.0}, {**LATE, "ending_time": 9.1}, {"waits": True}, {"silent": 5.0}]),
+        # a stopped rank, also before one that is busy for longer
+        (1, [{**LATE, "ending_time": 9.0}, {"silent": 5.0, "place_time": 4.0}, {"place_time": 3.0}]),
         # a rank that was merely slow to beat is not accused while another has an error of its own
         (0, [{"ending": "failed", "line": "a", "ending_time": 9.0}, {"silent": 2.5}]),
         # nobody failed, one kept the others waiting
@@ -437,7 +461,11 @@ def test_an_exception_is_told_once_with_its_stack(tmp_path: Path) -> None:
     job = _check_fault(tmp_path, 1, "backward", "raise")
     assert job.output.partition("ChildFailedError")[0].count("in strike") == 1
     assert "the stack of rank 1:\nTraceback (most recent call last):" in job.output
-    assert re.search(r"rank +: 1 \(local_rank: 1\)", job.output.partition("Root Cause")[2])  # torchrun names it too
+    blamed = job.output.partition("Root Cause")[
+        2
+    ]  # torchrun says the same: this rank, and from its error file the exception
+    assert re.search(r"rank +: 1 \(local_rank: 1\)", blamed)
+    assert "InjectedFault: MINIMEG_FAULT" in blamed
 
 
 def test_exit_code_0_in_the_middle_is_a_failure(tmp_path: Path) -> None:
@@ -474,7 +502,6 @@ def test_a_slow_rank_is_no_failure_and_a_good_end_is_silent(tmp_path: Path) -> N
 
 PROGRAM = """
 import sys, time
-from minimeg.comm import phase
 from minimeg.faults import watch
 from minimeg.parallel_state import initialize_model_parallel
 import torch
@@ -484,14 +511,15 @@ with watch(state) as box:
     for step in range(100_000):
         box.enter("forward", step)
         state.tp.all_reduce(torch.ones(4))
-        if state.rank == 1 and step == 50:
-            time.sleep(0.5)
-            sys.exit(0)
+        if step == 50:
+            if state.rank == 1:
+                sys.exit(0)
+            time.sleep(300)
 """
 
 
 def test_without_a_launcher_the_watchers_find_out_themselves(tmp_path: Path) -> None:
-    """Two processes started by hand, nobody to send SIGTERM; one leaves the loop by ``sys.exit(0)``."""
+    """Started by hand: nobody sends SIGTERM. One leaves by ``sys.exit(0)``, the other is busy and would not notice."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     (tmp_path / "tmp").mkdir()
@@ -503,7 +531,7 @@ def test_without_a_launcher_the_watchers_find_out_themselves(tmp_path: Path) -> 
         _job(command, str(program), tmp_path / "tmp", RANK="0", LOCAL_RANK="0", **place) as zero,
         _job(command, str(program), tmp_path / "tmp", RANK="1", LOCAL_RANK="1", **place) as one,
     ):
-        codes = zero.process.wait(60), one.process.wait(60)
+        codes = zero.process.wait(60), one.process.wait(60)  # far less than the 300 s of the other
     assert codes == (1, 1)
     summaries = zero.summaries + one.summaries
     assert len(summaries) == 1, zero.output + one.output

@@ -145,7 +145,7 @@ class _Block:
         if self.piece is not None:
             tensors[0] = self.piece.cut(tensors[0])
         self.inputs: Any = apply(_KeepInputs, torch.empty(0, requires_grad=True), *tensors)
-        tensors.clear()  # from here on autograd keeps them
+        tensors.clear()  # from here on autograd keeps them, or a recomputed block around this one forgets them
         self.slots: list[weakref.ref[_Slot]] = []  # weak: a slot dies when backward has released its node
         self.expected: list[Tensor] | None = [] if how.check else None
         self.complete = False
@@ -206,7 +206,7 @@ class _Block:
     def fill(self, position: int, x: Tensor) -> list[str]:
         """Put ``x`` where the forward saved its tensor number ``position``; says how the two differ."""
         slot = self.slots[position]()
-        if slot is not None and slot.kept is None:
+        if slot is not None:
             slot.kept = Kept(x, [watch(x) for watch in WATCHERS])
         difference = ""
         if slot is not None and (slot.shape, slot.dtype) != (x.shape, x.dtype):

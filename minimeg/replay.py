@@ -137,7 +137,7 @@ class Surroundings:
 
     def __init__(self, tensors: Sequence[Tensor], streams: Sequence[Stream] = ()) -> None:
         devices = _devices(tensors)
-        defaults = [generator for device in devices for generator in _default_generators(device)]
+        defaults = [_default_stream(device) for device in devices]
         self.streams: list[Stream] = [torch.default_generator, *defaults, *streams]
         self.states = [stream.get_state() for stream in self.streams]
         self.autocast = {kind: _autocast(kind) for kind in ("cpu", *(device.type for device in devices))}
@@ -166,17 +166,31 @@ def _devices(tensors: Sequence[Tensor]) -> list[torch.device]:
     devices = {x.device for x in tensors if x.device.type not in ("cpu", "meta")}
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
-        if kind is not None and torch.get_device_module(kind).is_initialized():  # asking must not start it
+        in_use = getattr(torch.get_device_module(kind), "is_initialized", None)  # asking must not start it
+        if kind is not None and in_use is not None and in_use():
             devices.add(torch.device(kind.type, torch.accelerator.current_device_index()))
     return sorted(devices, key=str)
 
 
-def _default_generators(device: torch.device) -> list[torch.Generator]:
+class _DeviceStream:
+    """The default generator of a device that only has functions for it (Apple's)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.module = torch.get_device_module(device)
+
+    def get_state(self) -> Any:
+        return self.module.get_rng_state()
+
+    def set_state(self, state: Any) -> None:
+        self.module.set_rng_state(state)
+
+
+def _default_stream(device: torch.device) -> Stream:
     generators = getattr(torch.get_device_module(device), "default_generators", None)
     if generators is None:
-        raise ValueError(f"recomputation cannot put back the random numbers of {device}; use the CPU or a CUDA device")
-    index = device.index or 0
-    return list(generators[index : index + 1])  # none for a fake tensor of a device that is not there
+        return _DeviceStream(device)
+    found: Stream = generators[device.index or 0]
+    return found
 
 
 def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from minimeg.memory import activation_memory, label
-from minimeg.recompute import checkpoint
+from minimeg.recompute import WATCHERS, checkpoint
 
 S, B, H, A = 128, 2, 256, 8  # sequence, micro-batch, hidden, heads
 SBH = S * B * H
@@ -297,10 +297,12 @@ def test_modules_by_name_also_in_a_replay_that_stops_early() -> None:
         z = checkpoint(model, y)  # the stack of names must be as before the exception
         z.sum().backward()
         model(x)
+        w = x.exp()
     # The inputs of both blocks; GELU's input and Tanh's result in the replays; the linear's input only in the last line, since
     # in a replay it is the block's, which is held already.
-    assert m.modules() == {"": (0, 64), "0.1": (0, 32), "1": (0, 32), "0.0": (0, 32)}
+    assert m.modules() == {"": (32, 64), "0.1": (0, 32), "1": (0, 32), "0.0": (0, 32)}
     assert set(m.modules(depth=1)) == {"", "0", "1"}
+    del w
     assert m.live == 0
 
 
@@ -313,6 +315,7 @@ def test_one_microscope_at_a_time() -> None:
         y = torch.ones(1, requires_grad=True).exp()
     assert m.live == 4
     assert y.item() > 2
+    assert WATCHERS == []
 
 
 # ---- in words ----------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,6 +26,7 @@ from minimeg.memory import activation_memory
 from minimeg.parallel_state import initialize_model_parallel, single_process
 from minimeg.recompute import RecomputationError, Recompute, checkpoint
 from minimeg.recompute_classic import classic_checkpoint
+from minimeg.replay import Surroundings
 
 
 def plain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -139,7 +141,7 @@ def test_a_replay_gets_what_the_forward_got() -> None:
         return args[0].sin().cos()
 
     x, mapping, items = inputs(), OrderedDict(a=inputs(1)), [inputs(2)]
-    y = checkpoint(block, x, mapping, items, W, x2=x, frozen=Frozen(x, {}))
+    y = checkpoint(block, x, mapping, items, W, x2=x, frozen=Frozen(x, {}), named=Named(x, 2.0))
     items.append("changed later by the caller")
     y.sum().backward()
     (first, second) = seen
@@ -153,6 +155,8 @@ def test_a_replay_gets_what_the_forward_got() -> None:
     assert args[0].data_ptr() == x.data_ptr()
     assert kwargs["frozen"].note == "kept"
     assert first[1]["frozen"].x is x
+    assert type(kwargs["named"]) is Named
+    assert kwargs["named"].scale == 2
 
 
 def test_token_ids_and_tuple_outputs() -> None:  # CASES 33
@@ -188,11 +192,17 @@ def test_only_one_output_used() -> None:
 
 
 def test_without_grad_mode_nothing_is_kept() -> None:
+    class Stream:
+        def get_state(self) -> None:
+            raise AssertionError("nobody asked for a replay")
+
+        set_state = get_state
+
     block, x = Block(), inputs()
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             torch.manual_seed(1)
-            y = checkpoint(block, x)
+            y = Recompute(streams=[Stream()])(block, x)  # type: ignore[list-item]
             torch.manual_seed(1)
             assert torch.equal(y, block(x))
             assert not y.requires_grad
@@ -442,6 +452,35 @@ def test_an_exception_in_the_replay_leaves_the_dice_as_they_were() -> None:
     assert torch.equal(x.grad, expected)
 
 
+@pytest.mark.parametrize("kind", ["cuda", "mps"])
+def test_default_generators_of_other_devices(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No such device here: stand-ins for torch's functions. CUDA has a generator each, Apple's device two functions."""
+    generators = [torch.Generator().manual_seed(seed) for seed in range(3)]
+    generator, started = generators[2 if kind == "cuda" else 0], False
+    module = (
+        SimpleNamespace(default_generators=generators, is_initialized=lambda: started)
+        if kind == "cuda"
+        else SimpleNamespace(get_rng_state=generator.get_state, set_rng_state=generator.set_state)
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 2)
+    elsewhere: Any = SimpleNamespace(device=torch.device(kind, 2 if kind == "cuda" else 0))
+
+    def draws(around: Surroundings) -> bool:
+        """Whether the device's generator is put back, and then restored."""
+        first, after = torch.rand(3, generator=generator), generator.get_state()
+        with around.restored():
+            again = torch.rand(3, generator=generator)
+        return torch.equal(first, again) and torch.equal(generator.get_state(), after)
+
+    assert draws(Surroundings([elsewhere]))
+    assert not draws(Surroundings([torch.zeros(1)]))  # a device not in use is not started
+    started = True
+    assert draws(Surroundings([torch.zeros(1)])) == (kind == "cuda")
+
+
 def test_autocast_is_that_of_the_forward() -> None:
     x, weight = torch.randn(8, 8), torch.randn(8, 8, requires_grad=True)
 
@@ -526,7 +565,7 @@ def test_memory_is_given_back(how: Recompute) -> None:
     def block(x: Tensor) -> Tensor:
         y = x.sin()
         storages.append(weakref.ref(y.untyped_storage()))
-        return y.exp().cos()
+        return y.square().cos()  # square keeps y
 
     def alive() -> list[bool]:
         return [reference() is not None for reference in storages]
@@ -550,7 +589,18 @@ def test_memory_is_given_back(how: Recompute) -> None:
     assert not any(alive())
     loss = how(block, x * 2).sum()
     loss.backward(retain_graph=True)
+    assert any(alive()) == how.check  # what was replayed is used up, even if the graph stays
     del loss
+    assert not any(alive())
+
+    def outer(x: Tensor) -> Tensor:
+        middle = x.sin()
+        storages.append(weakref.ref(middle.untyped_storage()))
+        return how(torch.exp, middle).cos()
+
+    y = checkpoint(outer, x)
+    assert not alive()[-1]  # the inner block's input is the outer one's to forget
+    y.sum().backward()
     assert not any(alive())
 
 
@@ -704,12 +754,13 @@ def test_the_output_can_be_freed_before_backward(name: str) -> None:  # CASES 54
 
 
 @pytest.mark.parametrize("watched", [False, True])
-@pytest.mark.parametrize("what", ["input", "parameter", "inside", "nested"])
+@pytest.mark.parametrize("what", ["input", "parameter", "transposed", "inside", "nested"])
 def test_changed_in_place(what: str, watched: bool) -> None:
     x, w = inputs() * 1, nn.Parameter(torch.ones(6, dtype=torch.float64))
+    square = nn.Parameter(torch.ones(6, 6, dtype=torch.float64))
 
     def block(x: Tensor) -> Tensor:
-        y = (x * w).sin()
+        y = x @ square.t() if what == "transposed" else (x * w).sin()
         if what == "inside":
             x.mul_(2)
         if what == "nested":
@@ -721,7 +772,7 @@ def test_changed_in_place(what: str, watched: bool) -> None:
     def run() -> None:
         y = checkpoint(block, x)
         with torch.no_grad():
-            {"input": x, "parameter": w}.get(what, torch.zeros(1)).add_(1)
+            {"input": x, "parameter": w, "transposed": square}.get(what, torch.zeros(1)).add_(1)
         y.sum().backward()
 
     with (
@@ -842,19 +893,20 @@ class FakeGroup:
 
 
 @pytest.mark.parametrize("t", [1, 2, 3, 7, 30])
-@pytest.mark.parametrize("layout", ["straight", "transposed", "part", "ids", "scalar"])
+@pytest.mark.parametrize("layout", ["straight", "transposed", "turned", "part", "ids", "scalar"])
 def test_distribute_keeps_a_piece(t: int, layout: str) -> None:
     base = inputs()
     x = {
         "straight": lambda: base * 1,
         "transposed": lambda: (base * 1).t(),
+        "turned": lambda: (base * 1).view(2, 3, 4).permute(2, 0, 1),
         "part": lambda: (base * 1)[:, 1:4],
         "ids": lambda: torch.arange(24).view(4, 6),
         "scalar": lambda: base.sum(),
     }[layout]()
     before = x.detach().clone()
     # Written down independently: the elements in the order of memory, zeros behind, t equal pieces.
-    flat = (x.t() if layout == "transposed" else x).detach().reshape(-1)
+    flat = {"transposed": base, "turned": base}.get(layout, x).detach().reshape(-1)
     length = (flat.numel() + t - 1) // t
     pieces = list(torch.cat([flat, flat.new_zeros(t * length - flat.numel())]).split(length))
     strides = []

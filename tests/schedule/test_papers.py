@@ -266,8 +266,8 @@ def kinds_of_figure_8():
 
 
 def test_z4_the_kinds_of_zb_v_recovered_by_search():
-    """Spans of 48 are possible only if the ranks start one slot apart. Then F0, F1 and B1 are certain; which of the other three is B0 is
-    not always, nor which W is which. ``zero_bubble_v`` is one of the solutions, one with the paper's peak of 2p chunks.
+    """Spans of 48 are possible only if the ranks start one slot apart. Then F0, F1 and B1 are certain; which of the other three is
+    B0 is not always, nor which W is which. ``zero_bubble_v`` is one of the solutions, one with the paper's peak of 2p chunks.
     """
     rows, places, found = kinds_of_figure_8()
     assert [starts for starts, _ in found] == [(0, 1, 2, 3)]

@@ -141,7 +141,7 @@ def output_tensor_bytes(shape: GPTShape, microbatch: int, micro_batches_in_fligh
 def checkpoint_footprint(layers: int, checkpoints: float, input_size: float, intermediate_size: float) -> float:
     """c A_in + (L/c) A_int: c checkpoints are kept, and L/c layers between two of them are held while they are replayed.
 
-    Narayanan et al. 2021, section 3.5. A_in (``input_size``) is a layer's input, A_int (``intermediate_size``) its rest, in any one unit.
+    Narayanan et al. 2021, section 3.5. ``input_size`` is A_in, a layer's input; ``intermediate_size`` A_int, its rest; in any one unit.
     """
     return checkpoints * input_size + layers / checkpoints * intermediate_size
 

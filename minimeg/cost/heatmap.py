@@ -91,11 +91,11 @@ class _Shades:
         return min(STEPS - 1, int((value - self.low) / span * STEPS)) if span else STEPS - 1
 
     def fill(self, step: int) -> str:
-        return tint(BLUE, 0.1 + 0.9 * step / (STEPS - 1))
+        return BLUE if step == STEPS - 1 else tint(BLUE, 0.1 + 0.68 * step / (STEPS - 2))
 
     def ink(self, step: int) -> str:
-        """Whichever has the higher contrast, at least 4.5 : 1."""
-        return WHITE if step >= STEPS - 2 else INK
+        """Contrast is at least 4.5 : 1; between the last two shades there would be blues on which neither ink has that."""
+        return WHITE if step == STEPS - 1 else INK
 
 
 def _cell(cell: Cell, shades: _Shades, x: int, y: int, width: int) -> Iterator[str]:

@@ -189,10 +189,13 @@ def circle(graph: Dependencies, done: Sequence[int]) -> str:
         what = "the activation" if wanted.kind == "F" else "the gradient"
         who = f"its own {wanted}" if other == rank else f"{wanted} of rank {other}"
         when = "comes later in its list" if other == rank else f"rank {other} does only after its {blocked}"
+        if wanted == blocked:
+            when = f"rank {other} cannot do yet"
+        else:
+            repairs.append((other, wanted, blocked))
         lines.append(
             f"rank {rank} waits, before {now}, for {what} of micro-batch {now.microbatch} from {who}, which {when}"
         )
-        repairs.append((other, wanted, blocked))
     where = "ranks wait for each other in a circle" if len(path) > 1 else "a rank waits for itself"
     return f"{graph.schedule.name} cannot run; {where}:\n  " + "\n  ".join(lines) + _suggestion(graph, repairs)
 

@@ -27,7 +27,7 @@ def known_uses(messages: Messages) -> list[dict[int, list[int]]]:
         rank = graph.rank(number)
         place = incoming.get(number)
         if place is not None:
-            source = graph.rank(messages.producers[place])
+            source = messages.sources[place]
             mine = knows[rank] = list(map(max, knows[rank], carried.pop(place)))
             mine[source] = max(mine[source], position[messages.producers[place]] + 1)
             for destination, sends in pending[rank].items():
@@ -42,10 +42,9 @@ def known_uses(messages: Messages) -> list[dict[int, list[int]]]:
 def _pending(messages: Messages) -> list[dict[int, list[int]]]:
     """Per source and destination the places of the transfers, the first used last, to be popped."""
     pending: list[dict[int, list[int]]] = [{} for _ in messages.graph.rows]
-    graph = messages.graph
-    for place, (producer, consumer) in enumerate(zip(messages.producers, messages.consumers, strict=True)):
-        pending[graph.rank(producer)].setdefault(graph.rank(consumer), []).append(place)
+    for place, (source, destination) in enumerate(zip(messages.sources, messages.destinations, strict=True)):
+        pending[source].setdefault(destination, []).append(place)
     for of_rank in pending:
         for places in of_rank.values():
-            places.sort(key=lambda place: graph.position[messages.consumers[place]], reverse=True)
+            places.sort(key=lambda place: messages.graph.position[messages.consumers[place]], reverse=True)
     return pending

@@ -108,7 +108,7 @@ def _steps(messages: Messages, transfers: list[Transfer], rank: int, covered: di
     unknown: deque[int] = deque()  # sent, and freed without knowing: oldest first
     for slot, number in enumerate([*graph.rows[rank], None]):
         for place in at[slot]:
-            if not messages.sends(rank, place):
+            if messages.sources[place] != rank:
                 yield Recv(transfers[place])
                 continue
             yield Send(transfers[place])
@@ -129,4 +129,5 @@ def _transfer(messages: Messages, place: int) -> Transfer:
     graph, producer, consumer = messages.graph, messages.producers[place], messages.consumers[place]
     action = graph.action(producer)
     kind = "activation" if action.kind == "F" else "gradient"
-    return Transfer(graph.rank(producer), graph.rank(consumer), action, graph.action(consumer), kind, place)
+    source, destination = messages.sources[place], messages.destinations[place]
+    return Transfer(source, destination, action, graph.action(consumer), kind, place)

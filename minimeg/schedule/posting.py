@@ -38,6 +38,7 @@ class Messages:
 
     Attributes:
         producers, consumers: by place in the order, numbers of actions (see ``Dependencies``).
+        sources, destinations: by place in the order, ranks.
         posts: per rank.
     """
 
@@ -54,14 +55,13 @@ class Messages:
         crossing.sort(key=lambda pair: self.end[pair[0]] * graph.size + pair[0])
         self.producers = [need for need, _ in crossing]
         self.consumers = [number for _, number in crossing]
+        self.sources = [graph.rank(number) for number in self.producers]
+        self.destinations = [graph.rank(number) for number in self.consumers]
         ends: list[list[int]] = [[] for _ in graph.rows]
-        for place, (need, number) in enumerate(crossing):
-            ends[graph.rank(need)].append(place)
-            ends[graph.rank(number)].append(place)
+        for place, (source, destination) in enumerate(zip(self.sources, self.destinations, strict=True)):
+            ends[source].append(place)
+            ends[destination].append(place)
         self.posts = [self._place(rank, mine) for rank, mine in enumerate(ends)]
-
-    def sends(self, rank: int, place: int) -> bool:
-        return self.graph.rank(self.producers[place]) == rank
 
     def _place(self, rank: int, mine: list[int]) -> Posts:
         """A send stands directly after its action. A receive stands two actions ahead of its use, but no later than the post after
@@ -69,15 +69,13 @@ class Messages:
 
         There is always room: a transfer that comes before another in the order is ready before the other is used.
         """
-        position = self.graph.position
+        position, sends = self.graph.position, [self.sources[place] == rank for place in mine]
         slots = [
-            position[self.producers[place]] + 1
-            if self.sends(rank, place)
-            else max(0, position[self.consumers[place]] - _AHEAD)
-            for place in mine
+            position[self.producers[place]] + 1 if is_send else max(0, position[self.consumers[place]] - _AHEAD)
+            for place, is_send in zip(mine, sends, strict=True)
         ]
         for i in range(len(mine) - 2, -1, -1):
-            if not self.sends(rank, mine[i]):
+            if not sends[i]:
                 slots[i] = min(slots[i], slots[i + 1])
         for i in range(1, len(mine)):
             slots[i] = max(slots[i], slots[i - 1])

@@ -66,11 +66,11 @@ def post_faults(messages: Messages) -> list[str]:
             if place <= last_place or slot < last_slot:
                 faults.append(f"rank {rank} does not post transfer {place} in the global order")
             last_place, last_slot = place, slot
-            if messages.sends(rank, place):
+            if messages.sources[place] == rank:
                 sent[place] += 1
                 if slot <= position[messages.producers[place]]:
                     faults.append(f"rank {rank} sends transfer {place} before it is made")
-            elif messages.graph.rank(messages.consumers[place]) == rank:
+            elif messages.destinations[place] == rank:
                 received[place] += 1
                 if slot > position[messages.consumers[place]]:
                     faults.append(f"rank {rank} asks for transfer {place} after it is used")

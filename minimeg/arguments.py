@@ -17,6 +17,8 @@ from minimeg.models.gpt import GPTConfig
 from minimeg.schedule import Schedule, build, forward_only
 
 DTYPES = ("float32", "float64", "bfloat16")
+OPTIMIZERS = ("adamw", "sgd")
+DEVICES = ("auto", "cpu", "cuda")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
 # Flags of rooms that are not built yet: known by name, so that they are refused by name and never silently ignored.
 NOT_BUILT = {
@@ -108,7 +110,8 @@ class Options:
 
     def faults(self, world_size: int) -> list[str]:
         """Everything that forbids this run on ``world_size`` processes; an empty list means that it can start."""
-        found = [*self._value_faults(), *self._comparison_faults()]
+        unschedulable = self._schedule_faults()
+        found = [*self._value_faults(), *unschedulable, *self._comparison_faults()]
         t, p, n = (
             self.tensor_model_parallel_size,
             self.pipeline_model_parallel_size,
@@ -117,12 +120,15 @@ class Options:
         if min(t, p, n, self.context_parallel_size) < 1:
             return found  # already named; nothing can be divided by them
         chunks = 2 if self.schedule_name == "zb-v" else n
-        found += self.config.faults(t, p * chunks)
+        # The model's name for the longest sequence is not the flag's.
+        found += [fault.replace("max_sequence_length", "seq_length") for fault in self.config.faults(t, p * chunks)]
         layout = _fault_of(lambda: Grid(world_size, tp=t, cp=self.context_parallel_size, pp=p))
         found += layout
         if not layout:
             batch = _fault_of(lambda: self.microbatches(world_size))
-            found += batch or _fault_of(lambda: self.training_schedule(world_size))
+            found += batch
+            if not batch and not unschedulable:
+                found += _fault_of(lambda: self.training_schedule(world_size))
         return found
 
     def _value_faults(self) -> list[str]:
@@ -142,21 +148,30 @@ class Options:
                 found.append(f"{name}={getattr(self, name)} must be a number of at least 0, e.g. 0.1")
         for name in ("lr", "timeout"):
             if not 0 < getattr(self, name) < float("inf"):
-                found.append(f"{name}={getattr(self, name)} must be a positive number")
-        if self.min_lr > self.lr:
+                found.append(f"{name}={getattr(self, name)} must be a positive number, e.g. {getattr(Options, name)}")
+        for name, legal in (("dtype", DTYPES), ("optimizer", OPTIMIZERS), ("device", DEVICES)):
+            if getattr(self, name) not in legal:
+                found.append(f"{name}={getattr(self, name)} is unknown; use one of {', '.join(legal)}")
+        if self.min_lr > self.lr > 0:
             found.append(f"min_lr={self.min_lr} exceeds lr={self.lr}; use at most {self.lr}")
-        if self.lr_warmup_iters > self.train_iters:
+        if self.lr_warmup_iters > self.train_iters > 0:
             found.append(
                 f"lr_warmup_iters={self.lr_warmup_iters} exceeds train_iters={self.train_iters}; use at most {self.train_iters}"
             )
         if self.context_parallel_size > 1:
             found.append(f"context_parallel_size={self.context_parallel_size}: its attention is not built yet; use 1")
-        if self.schedule_name not in SCHEDULES:
-            found.append(f"schedule={self.schedule_name} is not for training; use one of {', '.join(SCHEDULES)}")
-        elif self.virtual_pipeline_model_parallel_size > 1 and self.schedule_name not in ("interleaved", "zb-v"):
-            found.append(f"schedule={self.schedule_name} has one chunk a rank, but vpp={self.virtual_pipeline_model_parallel_size}; "
-                         "use --schedule interleaved or --vpp 1")  # fmt: skip
         return found
+
+    def _schedule_faults(self) -> list[str]:
+        name, n = self.schedule_name, self.virtual_pipeline_model_parallel_size
+        if name not in SCHEDULES:
+            return [f"schedule={name} is not for training; use one of {', '.join(SCHEDULES)}"]
+        field = f"virtual_pipeline_model_parallel_size={n}"
+        if name == "zb-v" and n > 2:
+            return [f"{field}: schedule={name} has two chunks a rank; use --vpp 2 or --schedule interleaved"]
+        if n > 1 and name not in ("interleaved", "zb-v"):
+            return [f"{field}: schedule={name} has one chunk a rank; use --vpp 1 or --schedule interleaved"]
+        return []
 
     def _comparison_faults(self) -> list[str]:
         """Dropout masks that depend on the tensor-parallel index have no twin in one process."""
@@ -200,7 +215,7 @@ def parser() -> argparse.ArgumentParser:
             section.add_argument(flag, *aliases, help=help, action="store_true")
         else:
             kind = {"type": type(value), "default": value, "metavar": "N" if isinstance(value, int) else None}
-            section.add_argument(flag, *aliases, help=help, **{**kind, **more})  # type: ignore[arg-type]
+            section.add_argument(flag, *aliases, help=help, **{**kind, **more})
 
     layout = result.add_argument_group("layout (the data-parallel size is what remains of the processes)")
     add(layout, "--tensor-model-parallel-size", "t", "--tp")
@@ -230,7 +245,7 @@ def parser() -> argparse.ArgumentParser:
     add(training, "--lr-warmup-iters", "steps of linear warm-up")
     add(training, "--weight-decay", "of matrices; biases and norms have none")
     add(training, "--clip-grad", "largest norm of all gradients together; 0: never clip")
-    add(training, "--optimizer", "update rule", choices=("adamw", "sgd"), metavar=None)
+    add(training, "--optimizer", "update rule", choices=OPTIMIZERS, metavar=None)
     add(training, "--seed", "of initial values, data order and dropout")
     add(
         training,
@@ -240,7 +255,7 @@ def parser() -> argparse.ArgumentParser:
         type=str,
         metavar="PATH",
     )
-    add(training, "--device", "auto: a GPU if there is one", choices=("auto", "cpu", "cuda"), metavar=None)
+    add(training, "--device", "auto: a GPU if there is one", choices=DEVICES, metavar=None)
     add(training, "--timeout", "seconds until a waiting rank gives up", metavar="S")
 
     output = result.add_argument_group("output")

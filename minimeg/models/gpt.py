@@ -90,7 +90,7 @@ class GPTConfig:
         if self.sequence_parallel and self.max_sequence_length % tp:
             legal_length = -(-self.max_sequence_length // tp) * tp
             found.append(
-                f"sequence_parallel: sequence length {self.max_sequence_length} must be a multiple of tp={tp}; use {legal_length}"
+                f"sequence_parallel: max_sequence_length={self.max_sequence_length} must be a multiple of tp={tp}; use {legal_length}"
             )
         return found
 

@@ -41,6 +41,7 @@ def test_n1_equation_2_as_it_is_printed():
 def test_n1_prose_leaves_out_embeddings(layers, prose, equation):
     shape = GPTShape(layers, 20480, 128)
     assert round(matrix_parameters(shape) / 1e9, 2) == prose
+    assert matrix_parameters(shape) == 12 * layers * 20480**2
     assert round(parameters(shape) / 1e9, 2) == equation
 
 

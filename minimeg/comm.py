@@ -238,6 +238,10 @@ class Group:
     @contextmanager
     def _watch(self, op: str, x: Tensor, payload: int, note: str = "") -> Iterator[Entry]:
         """Log the operation; turn a failure inside into a CommunicationError that tells the whole story."""
+        if self.handle is None:  # torch would take None for the group of all ranks
+            raise ValueError(
+                f"{self.name} {list(self.ranks)} has no process group (any more): its ParallelState was destroyed"
+            )
         entry = RECORDER.start(op, self.name, f"{_signature(x.shape, x.dtype)} {note}".rstrip(), payload, self.size)
         with self._explain(entry):
             yield entry

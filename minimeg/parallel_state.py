@@ -12,8 +12,11 @@ See it run: ``python -m torch.distributed.run --nproc-per-node 4 -m minimeg.demo
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import warnings
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -25,6 +28,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from minimeg.comm import Group
 from minimeg.grid import Grid
+from minimeg.ledger import RECORDER
+
+# Only for the farewell at the end of the process; nothing is looked up in it.
+_STATES: weakref.WeakSet[ParallelState] = weakref.WeakSet()
 
 # The axes for which groups are made, in this order, and the attribute of ParallelState that holds each.
 AXES = {"tp": "tp", "cp": "cp", "dp": "dp", "dp_cp": "dp-cp", "pp": "pp", "mp": "tp-pp"}
@@ -51,11 +58,19 @@ class ParallelState:
     embedding: Group | None
 
     def destroy(self) -> None:
-        """Free the process groups made here (not the default one). Every rank must call it."""
-        groups = [self.world, self.tp, self.cp, self.dp, self.dp_cp, self.pp, self.mp, self.embedding]
-        handles = {id(g.handle): g.handle for g in groups if g is not None and g.handle not in (None, dist.group.WORLD)}
+        """Free the process groups made here (not the default one). Every rank must call it; the Groups are of no use then."""
+        handles = {id(handle): handle for handle in self._let_go() if handle is not dist.group.WORLD}
         for handle in handles.values():
             dist.destroy_process_group(handle)
+
+    def _let_go(self) -> list[dist.ProcessGroup]:
+        """Take the connections from the Groups: a process group ends its threads once nobody holds it."""
+        groups = [self.world, self.tp, self.cp, self.dp, self.dp_cp, self.pp, self.mp, self.embedding]
+        handles = [group.handle for group in groups if group is not None and group.handle is not None]
+        for group in groups:
+            if group is not None:
+                group.handle = None
+        return handles
 
     def __enter__(self) -> ParallelState:
         return self
@@ -159,7 +174,9 @@ def initialize_model_parallel(
     groups = {attribute: _present(mine(name, grid.groups(name))) for attribute, name in AXES.items()}
     world = _present(mine("world", [list(range(grid.world_size))]))
     embedding = mine("embedding", grid.embedding_groups())
-    return ParallelState(grid=grid, rank=rank, device=place, world=world, embedding=embedding, **groups)
+    state = ParallelState(grid=grid, rank=rank, device=place, world=world, embedding=embedding, **groups)
+    _STATES.add(state)
+    return state
 
 
 def single_process(device: torch.device | str = "cpu") -> ParallelState:
@@ -180,6 +197,7 @@ def _present(group: Group | None) -> Group:
 
 
 def _start(world_size: int, backend: str, timeout: timedelta) -> None:
+    atexit.register(_say_goodbye)
     if world_size == 1 and "MASTER_ADDR" not in os.environ:
         # A single process needs no rendezvous, and so no free port.
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -193,6 +211,19 @@ def _start(world_size: int, backend: str, timeout: timedelta) -> None:
             f"no rendezvous at {address}:{port} within {timeout.total_seconds():.0f} s ({str(error).splitlines()[0]}); "
             "is the port busy? Choose another: --master-port 0 on one machine picks a free one"
         ) from error
+
+
+def _say_goodbye() -> None:
+    """End gloo's threads before the interpreter. One that frees its last tensor while Python is finishing wants the interpreter's
+    lock, does not get it, and aborts the process ("terminate called without an active exception", exit code -6).
+
+    Not after an error or amid an operation: then a thread may wait for a rank that will never come, and would be waited for.
+    """
+    in_order = not hasattr(sys, "last_type") and all(entry.seconds is not None for entry in RECORDER.entries)
+    if in_order and dist.is_initialized() and "gloo" in dist.get_backend():
+        for state in list(_STATES):
+            state._let_go()
+        dist.destroy_process_group()
 
 
 def _message_store(backend: str, timeout: timedelta) -> Store | None:

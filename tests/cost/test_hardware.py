@@ -42,7 +42,7 @@ def test_c2_deepseeks_h800():
 def test_the_link_of_a_ring():
     one = replace(A100, link_efficiency=1.0)
     assert one.ring_bandwidth(8, 1) == one.ring_bandwidth(2, 4) == 300 * GB  # inside a node
-    assert one.ring_bandwidth(16, 8) == 25 * GB  # one member a node
+    assert one.ring_bandwidth(16, 8) == one.ring_bandwidth(4, 8) == 25 * GB  # one member a node
     assert one.ring_bandwidth(16, 16) == 25 * GB  # not in every node
     assert one.ring_bandwidth(32, 4) == 50 * GB  # two members beside two adapters
     assert one.ring_bandwidth(64, 1) == 100 * GB  # eight members, but four adapters a ring

@@ -1,9 +1,11 @@
 """Schedules as text and as objects."""
 
+import doctest
 import pickle
 
 import pytest
 
+import minimeg.schedule
 from minimeg.schedule import NAMES, Action, Schedule, ScheduleError, build, interleaved, one_f_one_b, zero_bubble_v
 
 
@@ -127,3 +129,8 @@ def test_who_sends_what_an_action_needs():
     assert v.sender(0, Action("B", 5, 1)) is None
     assert v.sender(2, Action("W", 5, 0)) is None
     assert interleaved(4, 8, 2).sender(0, Action("F", 5, 1)) == (3, Action("F", 5, 0))
+
+
+def test_the_example_in_the_docstring():
+    result = doctest.testmod(minimeg.schedule)
+    assert (result.attempted, result.failed) == (3, 0)

@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from tqdm import tqdm
 
-from minimeg.arguments import Options
 from minimeg.data import TextDataset
+from minimeg.options import Options
 from minimeg.parallel_state import single_process
 from minimeg.parameter import full_state
 from minimeg.trainer import Trainer

@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from minimeg.arguments import Options, parse
+from minimeg.arguments import parse
 from minimeg.comparison import compare_with_single_process
 from minimeg.data import TextDataset, fingerprint, load_text
 from minimeg.faults import BOX, Fault, watch
 from minimeg.models.generate import generate
+from minimeg.options import Options
 from minimeg.parallel_state import ParallelState, initialize_model_parallel, world_size_of_environment
 from minimeg.parameter import full_state
 from minimeg.pipeline import Recorder
@@ -163,7 +164,8 @@ def _conclude(
 ) -> int:
     """What rank 0 makes of a finished run: sample, comparison, pictures."""
     losses = [report.loss for report in reports]
-    passed, twin = True, ()
+    passed = True
+    twin: tuple[float, ...] = ()
     if options.sample:
         text = generate(options.config, parameters, "def ", options.sample, seed=options.seed)
         print(f"a sample of {options.sample} characters:\n{'-' * 72}\n{text}\n{'-' * 72}")

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minimeg.arguments import Options
 from minimeg.comm import phase
 from minimeg.data import MicroBatch, TextDataset
 from minimeg.data_parallel import GradientReducer
 from minimeg.faults import BOX
 from minimeg.models.gpt import GPT
 from minimeg.optimizer import CosineSchedule, Optimizer
+from minimeg.options import Options
 from minimeg.parallel_state import ParallelState
 from minimeg.parameter import initialise
 from minimeg.pipeline import Recorder, run

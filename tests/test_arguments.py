@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from minimeg import train
-from minimeg.arguments import NOT_BUILT, SCHEDULES, Options, parse, parser
+from minimeg.arguments import NOT_BUILT, parse, parser
 from minimeg.data import VOCAB_SIZE
+from minimeg.options import SCHEDULES, Options
 
 # What forbids a run: number of processes, options, and words that the message must hold: the field, its value, a legal one.
 BAD: list[tuple[int, dict[str, Any], list[str]]] = [

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from minimeg.comm import Group, ledger
 from minimeg.layers import ColumnParallelLinear, LayerNorm, RowParallelLinear, VocabParallelEmbedding, check_range
-from minimeg.models.gpt import GPTConfig, TransformerLayer
+from minimeg.models.config import GPTConfig
+from minimeg.models.transformer import TransformerLayer
 from minimeg.parallel_state import single_process
 from minimeg.parameter import initialise, name_globally
 from tests.rank_functions import Outside, close, strided, tensor_group

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from minimeg.data import MicroBatch
 from minimeg.data_parallel import GradientReducer
 from minimeg.layers import ColumnParallelLinear, LayerNorm, RowParallelLinear, VocabParallelEmbedding
-from minimeg.models.gpt import GPT, WORD_EMBEDDING, GPTConfig
+from minimeg.models.config import GPTConfig
+from minimeg.models.gpt import GPT, WORD_EMBEDDING
 from minimeg.optimizer import GradientNorm, Optimizer, clip_factor
 from minimeg.parallel_state import ParallelState, initialize_model_parallel, single_process
 from minimeg.parameter import (

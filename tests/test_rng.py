@@ -12,7 +12,8 @@ from torch import Tensor
 
 from minimeg import rng
 from minimeg.data import MicroBatch
-from minimeg.models.gpt import GPT, GPTConfig
+from minimeg.models.config import GPTConfig
+from minimeg.models.gpt import GPT
 from minimeg.parallel_state import initialize_model_parallel, single_process
 from minimeg.parameter import initialise
 from minimeg.rng import Key, dropout, dropout_mask

@@ -23,7 +23,7 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 from minimeg.lab import groups
 from minimeg.lab.where import describe, locate
@@ -47,22 +47,23 @@ class Settings:
 
 def main(settings: Settings, tasks: Connection, control: Connection, lifeline: Connection) -> None:
     """Where a new process begins."""
-    global _WORKER
     gc.freeze()  # what the server imported is shared memory: the collector would touch, and so copy, every page of it
     _die_with_parent(lifeline)
-    _WORKER = Worker(settings, tasks, control)
-    threading.Thread(target=_WORKER.attend, name="control", daemon=True).start()
-    _WORKER.serve()
+    Worker.here = worker = Worker(settings, tasks, control)
+    threading.Thread(target=worker.attend, name="control", daemon=True).start()
+    worker.serve()
 
 
 def emit(value: Any) -> None:
     """From inside a call: send ``value`` to the parent at once (see ``Ranks.map``)."""
-    assert _WORKER is not None, "only inside a rank"
-    _WORKER.send(_WORKER.busy, "output", value)
+    assert Worker.here is not None, "only inside a rank"
+    Worker.here.send(Worker.here.busy, "output", value)
 
 
 class Worker:
     """State of one rank: what it is busy with, and the two pipes to the parent."""
+
+    here: ClassVar[Worker | None] = None  # this process's, once it is one
 
     def __init__(self, settings: Settings, tasks: Connection, control: Connection) -> None:
         self.settings, self.tasks, self.control = settings, tasks, control
@@ -168,9 +169,6 @@ class Worker:
             time.sleep(0.05)  # what waited for a neighbour is out of it by now
             if self.busy == number:
                 _signal_thread(self.main_thread)
-
-
-_WORKER: Worker | None = None
 
 
 class _Pickler(pickle.Pickler):

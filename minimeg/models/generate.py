@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from minimeg.data import MicroBatch, decode, encode
-from minimeg.models.gpt import GPT, GPTConfig
+from minimeg.models.config import GPTConfig
+from minimeg.models.gpt import GPT
 from minimeg.parallel_state import single_process
 from minimeg.parameter import load_full_state
 from minimeg.rng import Key

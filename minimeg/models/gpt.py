@@ -16,188 +16,22 @@ Source: Shoeybi et al. 2019, figures 2-4. See it run: ``notebooks/00_start_here.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minimeg.comm import Group
 from minimeg.cross_entropy import vocab_parallel_cross_entropy
 from minimeg.data import MicroBatch
-from minimeg.layers import ColumnParallelLinear, LayerNorm, RowParallelLinear, VocabParallelEmbedding, vocabulary_shard
+from minimeg.layers import LayerNorm, VocabParallelEmbedding, vocabulary_shard
 from minimeg.linear import InputGradient, WeightGradientStore, linear
-from minimeg.parameter import Initialiser, Shard, ShardedModule, name_globally, normal
-from minimeg.rng import Key, dropout
+from minimeg.models.config import GPTConfig, layers_of
+from minimeg.models.transformer import TransformerLayer, residual_dropout
+from minimeg.parameter import Shard, ShardedModule, name_globally, normal
+from minimeg.rng import Key
 
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """The shape of the model and its dropouts; nothing about how it is cut, apart from sequence parallelism."""
-
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    vocab_size: int
-    max_sequence_length: int
-    ffn_hidden_size: int | None = None  # None: 4 h
-    hidden_dropout: float = 0.0
-    attention_dropout: float = 0.0
-    tied: bool = True
-    sequence_parallel: bool = False
-    whole_dropout_masks: bool = False
-    init_std: float = 0.02
-
-    @property
-    def ffn(self) -> int:
-        return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
-
-    def faults(self, tp: int = 1, virtual_stages: int = 1) -> list[str]:
-        """What forbids this model over ``tp`` ranks and ``virtual_stages`` = p n chunks: one sentence each, none if fine."""
-        found = []
-        sizes = {
-            "num_layers": self.num_layers,
-            "hidden_size": self.hidden_size,
-            "num_attention_heads": self.num_attention_heads,
-            "vocab_size": self.vocab_size,
-            "max_sequence_length": self.max_sequence_length,
-            "ffn_hidden_size": self.ffn,
-        }
-        found += [f"{name}={size} must be at least 1" for name, size in sizes.items() if size < 1]
-        if found:
-            return found  # the rest would divide by what is missing
-        heads = self.num_attention_heads
-        if self.hidden_size % heads:
-            divisors = [a for a in range(1, self.hidden_size + 1) if self.hidden_size % a == 0]
-            found.append(
-                f"num_attention_heads={heads} must divide hidden_size={self.hidden_size}; use one of {divisors}"
-            )
-        for name, size in (("num_attention_heads", heads), ("ffn_hidden_size", self.ffn)):
-            if size % tp:
-                legal = [t for t in range(1, size + 1) if size % t == 0]
-                found.append(f"{name}={size} must be a multiple of tp={tp}; legal tp: {legal}")
-        if self.num_layers < virtual_stages:
-            found.append(
-                f"num_layers={self.num_layers} is less than the {virtual_stages} pipeline chunks (pp x vpp): one would be "
-                f"empty; use at least {virtual_stages} layers or fewer chunks"
-            )
-        for name, p in (("hidden_dropout", self.hidden_dropout), ("attention_dropout", self.attention_dropout)):
-            if not 0 <= p < 1:
-                found.append(f"{name}={p} must lie in [0, 1), e.g. 0.1")
-        if self.sequence_parallel and self.max_sequence_length % tp:
-            legal_length = -(-self.max_sequence_length // tp) * tp
-            found.append(
-                f"sequence_parallel: max_sequence_length={self.max_sequence_length} must be a multiple of tp={tp}; use {legal_length}"
-            )
-        return found
-
-
-def layers_of(virtual_stage: int, virtual_stages: int, num_layers: int) -> range:
-    """The global indices of the layers of one virtual stage.
-
-    Each gets L // V, and the L mod V extra layers go one each to the stages just before the last: the last has the head's work
-    already, and the first holds the most micro-batches in flight.
-    """
-    share, extras = divmod(num_layers, virtual_stages)
-    if share == 0:
-        raise ValueError(
-            f"num_layers={num_layers} is less than the {virtual_stages} virtual stages; use at least {virtual_stages}"
-        )
-    first_with_extra = virtual_stages - 1 - extras
-
-    def start(stage: int) -> int:
-        return stage * share + min(max(stage - first_with_extra, 0), extras)
-
-    return range(start(virtual_stage), start(virtual_stage + 1))
-
-
-class CausalSelfAttention(nn.Module):
-    """softmax(Q K^T / sqrt(d)) V for the a/t heads of this rank. [s, b, h] -> [s, b, h]."""
-
-    def __init__(self, config: GPTConfig, group: Group, layer: int) -> None:
-        super().__init__()
-        self.config, self.group, self.layer = config, group, layer
-        h, sp = config.hidden_size, config.sequence_parallel
-        self.linear_qkv = ColumnParallelLinear(
-            h, 3 * h, group=group, sequence_parallel=sp, init=normal(config.init_std), draw=False
-        )
-        self.linear_proj = RowParallelLinear(
-            h, h, group=group, sequence_parallel=sp, init=_output_init(config), draw=False
-        )
-
-    def forward(self, x: Tensor, causal_bias: Tensor, key: Key | None) -> Tensor:
-        qkv = self.linear_qkv(x)  # [s, b, 3h/t]
-        context = self.core(qkv, causal_bias, key)  # [s, b, h/t]
-        out: Tensor = self.linear_proj(context)
-        return out
-
-    def core(self, qkv: Tensor, causal_bias: Tensor, key: Key | None) -> Tensor:
-        """The part between the two linears: little work, much memory (5 a s^2 b bytes): what selective recomputation replays."""
-        s, b, _ = qkv.shape
-        heads = self.config.num_attention_heads // self.group.size
-        d = self.config.hidden_size // self.config.num_attention_heads
-        q, k, v = (part.reshape(s, b * heads, d).transpose(0, 1) for part in qkv.view(s, b, heads, 3, d).unbind(3))
-        # One kernel scales, multiplies and masks; as an addend the mask is not kept for backward.
-        scores = torch.baddbmm(causal_bias[:s, :s], q, k.transpose(1, 2), alpha=1 / math.sqrt(d))  # [b a/t, s, s]
-        probabilities = scores.softmax(-1).view(b, heads, s, s)
-        key = None if key is None else key.at(layer=self.layer, call=0)
-        whole = self.config.whole_dropout_masks
-        probabilities = dropout(probabilities, self.config.attention_dropout, key, group=self.group, dim=1, whole=whole)
-        context = torch.bmm(probabilities.view(b * heads, s, s), v)  # [b a/t, s, d]
-        return context.transpose(0, 1).reshape(s, b, heads * d)
-
-
-class MLP(nn.Module):
-    """h -> 4h -> h with a GELU between. [s, b, h] -> [s, b, h]; on this rank 4h/t columns."""
-
-    def __init__(self, config: GPTConfig, group: Group) -> None:
-        super().__init__()
-        h, ffn, sp = config.hidden_size, config.ffn, config.sequence_parallel
-        self.linear_fc1 = ColumnParallelLinear(
-            h, ffn, group=group, sequence_parallel=sp, init=normal(config.init_std), draw=False
-        )
-        self.linear_fc2 = RowParallelLinear(
-            ffn, h, group=group, sequence_parallel=sp, init=_output_init(config), draw=False
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear_fc2(F.gelu(self.linear_fc1(x), approximate="tanh"))
-        return out
-
-
-def _output_init(config: GPTConfig) -> Initialiser:
-    """GPT-2's: the residual stream adds 2L outputs, so each starts smaller by sqrt(2L)."""
-    return normal(config.init_std / math.sqrt(2 * config.num_layers))
-
-
-class TransformerLayer(nn.Module):
-    """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))). [s, b, h]; [s/t, b, h] under sequence parallelism."""
-
-    def __init__(self, config: GPTConfig, group: Group, layer: int) -> None:
-        super().__init__()
-        self.config, self.group, self.layer = config, group, layer
-        h, sp = config.hidden_size, config.sequence_parallel
-        self.input_layernorm = LayerNorm(h, group=group, sequence_parallel=sp)
-        self.self_attention = CausalSelfAttention(config, group, layer)
-        self.pre_mlp_layernorm = LayerNorm(h, group=group, sequence_parallel=sp)
-        self.mlp = MLP(config, group)
-
-    def forward(self, x: Tensor, causal_bias: Tensor, key: Key | None) -> Tensor:
-        x = x + self._dropout(self.self_attention(self.input_layernorm(x), causal_bias, key), key, call=1)
-        return x + self._dropout(self.mlp(self.pre_mlp_layernorm(x)), key, call=2)
-
-    def _dropout(self, x: Tensor, key: Key | None, call: int) -> Tensor:
-        return residual_dropout(x, self.config, self.group, key, self.layer, call)
-
-
-def residual_dropout(x: Tensor, config: GPTConfig, group: Group, key: Key | None, layer: int, call: int) -> Tensor:
-    """Dropout on [s, b, h], which every tp rank holds alike, or on [s/t, b, h], of which each holds another part."""
-    key = None if key is None else key.at(layer=layer, call=call)
-    cut = group if config.sequence_parallel else None
-    return dropout(x, config.hidden_dropout, key, group=cut, dim=0, whole=config.whole_dropout_masks)
 
 
 class Embedding(ShardedModule):

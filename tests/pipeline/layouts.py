@@ -13,7 +13,8 @@ from torch import Tensor
 
 from minimeg.data import MicroBatch
 from minimeg.data_parallel import GradientReducer
-from minimeg.models.gpt import GPT, GPTConfig
+from minimeg.models.config import GPTConfig
+from minimeg.models.gpt import GPT
 from minimeg.optimizer import Optimizer
 from minimeg.parallel_state import ParallelState, initialize_model_parallel, single_process
 from minimeg.parameter import full_state, load_full_state

@@ -67,7 +67,7 @@ SECTIONS: dict[str, list[Flag]] = {
         Flag("--train-iters", "optimizer steps"),
         Flag("--lr", "highest learning rate"),
         Flag("--min-lr", "learning rate at the end of the cosine"),
-        Flag("--lr-warmup-iters", "steps of linear warm-up"),
+        Flag("--lr-warmup-iters", "steps of linear warm-up; default: a tenth of all, at most 10", type=int, metavar="N"),
         Flag("--weight-decay", "of matrices; biases and norms have none"),
         Flag("--clip-grad", "largest norm of all gradients together; 0: never clip"),
         Flag("--optimizer", "update rule", choices=OPTIMIZERS, metavar=None),

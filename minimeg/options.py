@@ -39,7 +39,7 @@ class Options:
     train_iters: int = 100
     lr: float = 3e-3
     min_lr: float = 3e-4
-    lr_warmup_iters: int = 10
+    lr_warmup_iters: int | None = None
     weight_decay: float = 0.1
     clip_grad: float = 1.0
     optimizer: str = "adamw"
@@ -78,6 +78,11 @@ class Options:
     @property
     def schedule_name(self) -> str:
         return self.schedule or ("interleaved" if self.virtual_pipeline_model_parallel_size > 1 else "1f1b")
+
+    @property
+    def warmup(self) -> int:
+        """Steps of linear warm-up: as asked for, or a tenth of all, at most 10."""
+        return min(10, self.train_iters // 10) if self.lr_warmup_iters is None else self.lr_warmup_iters
 
     def data_parallel_size(self, world_size: int) -> int:
         return world_size // (
@@ -130,7 +135,7 @@ class Options:
             if getattr(self, name) < 1:
                 found.append(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("eval_interval", "lr_warmup_iters", "sample"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 found.append(f"{name}={getattr(self, name)} must be at least 0")
         for name in ("min_lr", "weight_decay", "clip_grad"):
             if not 0 <= getattr(self, name) < float("inf"):
@@ -143,7 +148,7 @@ class Options:
                 found.append(f"{name}={getattr(self, name)} is unknown; use one of {', '.join(legal)}")
         if self.min_lr > self.lr > 0:
             found.append(f"min_lr={self.min_lr} exceeds lr={self.lr}; use at most {self.lr}")
-        if self.lr_warmup_iters > self.train_iters > 0:
+        if self.warmup > self.train_iters > 0:
             found.append(
                 f"lr_warmup_iters={self.lr_warmup_iters} exceeds train_iters={self.train_iters}; use at most {self.train_iters}"
             )

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.rendezvous import rendezvous
 
 from minimeg.comm import Group
 from minimeg.grid import Grid
@@ -205,11 +206,14 @@ def _start(world_size: int, backend: str, timeout: timedelta) -> None:
     _environment("RANK", None)
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "29500")
     try:
-        dist.init_process_group(backend, timeout=timeout)
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        # torchrun keeps one store over its restarts: what a former attempt left there must not be taken for this one's.
+        attempt = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(backend, store=attempt, rank=rank, world_size=size, timeout=timeout)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise ConnectionError(
             f"no rendezvous at {address}:{port} within {timeout.total_seconds():.0f} s ({str(error).splitlines()[0]}); "
-            "is the port busy? Choose another: --master-port 0 on one machine picks a free one"
+            "is the port busy? On one machine, torchrun --standalone picks a free one"
         ) from error
 
 

@@ -41,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         dataset = _prepare(options)
     except ValueError as error:
         if os.environ.get("RANK", "0") == "0":  # every rank finds the same; one says it
-            print(f"minimeg.train: error: {error}", file=sys.stderr)
+            print(f"minimeg.train: error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(1)  # torchrun ends all at the first exit: let the one that speaks be first
         return 2
     _limit_threads()
     state = initialize_model_parallel(

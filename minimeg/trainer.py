@@ -63,7 +63,7 @@ class Trainer:
             weight_decay=options.weight_decay,
             max_norm=options.clip_grad,
         )
-        self.learning_rate = CosineSchedule(options.lr, options.min_lr, options.lr_warmup_iters, options.train_iters)
+        self.learning_rate = CosineSchedule(options.lr, options.min_lr, options.warmup, options.train_iters)
 
     def step(self, step: int, recorder: Recorder | None = None) -> StepReport:
         """One optimizer step, counted from 0. Collective over all ranks."""

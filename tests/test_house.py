@@ -64,6 +64,7 @@ LIFETIME = [
     "_abort_process_group",
     "_world",
     "_get_default_store",
+    "rendezvous",
 ]
 MAKERS = {"comm.py", "parallel_state.py", "train.py", "lab/groups.py"}
 

@@ -314,7 +314,7 @@ def test_no_rendezvous_names_host_port_and_remedy(monkeypatch: pytest.MonkeyPatc
             "MASTER_PORT": str(port),
         }.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(ConnectionError, match=rf"no rendezvous at 127\.0\.0\.1:{port} within 1 s .*--master-port"):
+        with pytest.raises(ConnectionError, match=rf"no rendezvous at 127\.0\.0\.1:{port} within 1 s .*--standalone"):
             initialize_model_parallel(timeout_seconds=1, device="cpu")
     assert not dist.is_initialized()
 

@@ -15,9 +15,7 @@ See it run: ``python -m torch.distributed.run --nproc-per-node 4 -m minimeg.demo
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +27,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from minimeg.ledger import RECORDER, Entry, Ledger, ledger, phase
+from minimeg.signature import Mailboxes, signature, wire_tag
 
 __all__ = ["CommunicationError", "Group", "Ledger", "Pending", "ledger", "phase"]
 
@@ -36,7 +35,6 @@ _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 # torch 2.13 renames the collectives on one tensor and deprecates the old names; pyproject.toml allows torch 2.10.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_DIGEST_BITS = 10
 
 
 class CommunicationError(RuntimeError):
@@ -78,7 +76,7 @@ class Group:
     stage_through_host: bool = False
     coordinates: str = ""
     store: Store | None = field(default=None, repr=False)
-    _posted: tuple[Store, dict[str, deque[list[str]]]] | None = field(default=None, init=False, repr=False)
+    _mailboxes: Mailboxes = field(default_factory=Mailboxes, init=False, repr=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         return self  # a connection cannot be copied; a copied layer talks through the same one
@@ -184,11 +182,11 @@ class Group:
         blocking send before a receive on both sides hangs there, where NCCL may hide the mistake.
         """
         self._check_peer("dst", dst)
-        message, wire_tag = self._send_buffer(x), self._wire_tag(x.shape, x.dtype, tag)
+        message, on_the_wire = self._send_buffer(x), wire_tag(x.shape, x.dtype, tag)
         with self._watch("send", x, _bytes(x), f"to {dst} tag {tag}") as entry:
             if self.store is not None:
-                self.store.queue_push(self._mailbox(self.rank, dst, tag), _signature(x.shape, x.dtype))
-            work = dist.isend(message, self.ranks[dst], group=self.handle, tag=wire_tag)
+                self.store.queue_push(self._mailbox(self.rank, dst, tag), signature(x.shape, x.dtype))
+            work = dist.isend(message, self.ranks[dst], group=self.handle, tag=on_the_wire)
         return self._pending(entry, work, lambda: message)
 
     def irecv(
@@ -199,17 +197,17 @@ class Group:
         Raises CommunicationError from ``wait()``, naming both sides, if the sender sent another shape or dtype.
         """
         self._check_peer("src", src)
-        expected, wire_tag = _signature(shape, dtype), self._wire_tag(shape, dtype, tag)
+        expected, on_the_wire = signature(shape, dtype), wire_tag(shape, dtype, tag)
         target = torch.device("cpu") if device is None else device
         buffer = torch.empty(tuple(shape), dtype=dtype, device="cpu" if self.stage_through_host else target)
         with self._watch("recv", buffer, _bytes(buffer), f"from {src} tag {tag}") as entry:
-            work = dist.irecv(buffer, self.ranks[src], group=self.handle, tag=wire_tag)
+            work = dist.irecv(buffer, self.ranks[src], group=self.handle, tag=on_the_wire)
         if self.store is None:
             return self._pending(entry, work, lambda: buffer.to(target))
-        signature = self._signature_to_come(self.store, self._mailbox(src, self.rank, tag))
+        announced = self._mailboxes.next(self.store, self._mailbox(src, self.rank, tag))
 
         def compare() -> None:
-            if (sent := signature()) != expected:
+            if (sent := announced()) != expected:
                 raise RuntimeError(
                     f"position {src} of {self.name} sent {sent}, but {expected} was expected (tag {tag})"
                 )
@@ -242,7 +240,7 @@ class Group:
             raise ValueError(
                 f"{self.name} {list(self.ranks)} has no process group (any more): its ParallelState was destroyed"
             )
-        entry = RECORDER.start(op, self.name, f"{_signature(x.shape, x.dtype)} {note}".rstrip(), payload, self.size)
+        entry = RECORDER.start(op, self.name, f"{signature(x.shape, x.dtype)} {note}".rstrip(), payload, self.size)
         with self._explain(entry):
             yield entry
 
@@ -269,31 +267,8 @@ class Group:
 
         return Pending(finish)
 
-    def _wire_tag(self, shape: Sequence[int], dtype: torch.dtype, tag: int) -> int:
-        """gloo aborts the process when a message outgrows its receive. With part of the signature in the tag such a pair is
-        never matched, so that the comparison in ``irecv`` gets the time to name both sides. NCCL ignores tags."""
-        if not 0 <= tag < 1 << (31 - _DIGEST_BITS):
-            raise ValueError(f"tag must lie in 0..{(1 << (31 - _DIGEST_BITS)) - 1}, got {tag}")
-        digest = hashlib.blake2b(_signature(shape, dtype).encode(), digest_size=4).digest()
-        return tag << _DIGEST_BITS | int.from_bytes(digest, "big") >> (32 - _DIGEST_BITS)
-
     def _mailbox(self, src: int, dst: int, tag: int) -> str:
         return f"minimeg/{self.ranks[src]}>{self.ranks[dst]}/{self.name}/{tag}"
-
-    def _signature_to_come(self, store: Store, mailbox: str) -> Callable[[], str]:
-        """What the sender will say of the receive that is posted now. Signatures come in the order of the sends, but receives may
-        be waited for in any order: whoever waits first also fetches for the receives posted before it."""
-        if self._posted is None or self._posted[0] is not store:
-            self._posted = (store, {})  # groups formed again after an error: what was posted before will not come
-        queue, mine = self._posted[1].setdefault(mailbox, deque()), list[str]()
-        queue.append(mine)
-
-        def fetch() -> str:
-            while not mine:
-                queue.popleft().append(store.queue_pop(mailbox).decode())
-            return mine[0]
-
-        return fetch
 
     def _check_position(self, field: str, position: int) -> None:
         if not 0 <= position < self.size:
@@ -314,7 +289,3 @@ class Group:
 
 def _bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
-
-
-def _signature(shape: Sequence[int], dtype: torch.dtype) -> str:
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"

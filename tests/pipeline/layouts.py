@@ -7,6 +7,7 @@ tokens in every micro-batch, one micro-batch with none.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -41,9 +42,17 @@ class Layout:
     sequence_parallel: bool = False
     layers: int = 4
 
+    def __str__(self) -> str:
+        schedule = f"-{self.schedule}-n{self.chunks}" if self.pp > 1 else ""
+        return f"tp{self.tp}-dp{self.dp}-pp{self.pp}{schedule}-{'tied' if self.tied else 'untied'}{'-sp' * self.sequence_parallel}"
+
     @property
     def world(self) -> int:
         return self.tp * self.dp * self.pp
+
+    @property
+    def only_pipeline(self) -> bool:
+        return self.tp == self.dp == 1 < self.pp
 
     def config(self) -> GPTConfig:
         return GPTConfig(
@@ -171,9 +180,20 @@ def _apart(mine: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((mine[name] - other[name]).abs().max()) for name in mine)
 
 
-def run_on_rank(layout: Layout, against: str) -> dict[str, float]:
-    """Called on every rank of the pool: this layout against "reference" or "one process"."""
+@lru_cache(maxsize=16)
+def dense(layers: int, tied: bool, microbatches: int) -> Outcome:
+    """The reference depends on little of a layout: computed once a process."""
+    return reference(Layout(layers=layers, tied=tied, microbatches=microbatches))
+
+
+def compare(layout: Layout) -> tuple[list[float], list[float], dict[str, float]]:
+    """Called on every rank of the pool. Returns losses, norms, and on rank 0 the differences from the dense reference and, where
+    only the pipeline is split and the head is untied, from one process ("... bits": must be 0)."""
     with initialize_model_parallel(layout.tp, layout.pp) as state:
         mine = train(layout, state)
-    other = reference(layout) if against == "reference" else one_process(layout)
-    return differences(mine, other)
+        if state.rank != 0:
+            return mine.losses, mine.norms, {}
+    found = differences(mine, dense(layout.config().num_layers, layout.tied, layout.dp * layout.microbatches))
+    if layout.only_pipeline and not layout.tied:
+        found |= {f"{name}, bits": value for name, value in differences(mine, one_process(layout)).items()}
+    return mine.losses, mine.norms, found

@@ -67,7 +67,9 @@ SECTIONS: dict[str, list[Flag]] = {
         Flag("--train-iters", "optimizer steps"),
         Flag("--lr", "highest learning rate"),
         Flag("--min-lr", "learning rate at the end of the cosine"),
-        Flag("--lr-warmup-iters", "steps of linear warm-up; default: a tenth of all, at most 10", type=int, metavar="N"),
+        Flag(
+            "--lr-warmup-iters", "steps of linear warm-up; default: a tenth of all, at most 10", type=int, metavar="N"
+        ),
         Flag("--weight-decay", "of matrices; biases and norms have none"),
         Flag("--clip-grad", "largest norm of all gradients together; 0: never clip"),
         Flag("--optimizer", "update rule", choices=OPTIMIZERS, metavar=None),
@@ -96,6 +98,8 @@ SECTIONS: dict[str, list[Flag]] = {
             metavar="SVG",
         ),
         Flag("--loss-curve", "draw the losses", type=Path, metavar="PNG"),
+        Flag("--run-dir", "write metrics, TensorBoard events and the last timeline there", type=Path, metavar="DIR"),
+        Flag("--peak-tflops", "of one device, for the model FLOPs utilisation; 0: unknown"),
         Flag("--sample", "print as many characters written by the trained model"),
     ],
 }

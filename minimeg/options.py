@@ -59,6 +59,8 @@ class Options:
     trace: Path | None = None
     loss_curve: Path | None = None
     sample: int = 0
+    run_dir: Path | None = None
+    peak_tflops: float = 0.0
 
     @property
     def config(self) -> GPTConfig:
@@ -137,7 +139,7 @@ class Options:
         for name in ("eval_interval", "lr_warmup_iters", "sample"):
             if (getattr(self, name) or 0) < 0:
                 found.append(f"{name}={getattr(self, name)} must be at least 0")
-        for name in ("min_lr", "weight_decay", "clip_grad"):
+        for name in ("min_lr", "weight_decay", "clip_grad", "peak_tflops"):
             if not 0 <= getattr(self, name) < float("inf"):
                 found.append(f"{name}={getattr(self, name)} must be a number of at least 0, e.g. 0.1")
         for name in ("lr", "timeout"):

@@ -17,21 +17,18 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from minimeg.arguments import parse
 from minimeg.comparison import compare_with_single_process
 from minimeg.data import TextDataset, fingerprint, load_text
 from minimeg.faults import BOX, Fault, watch
+from minimeg.loop import History, train
 from minimeg.models.generate import generate
 from minimeg.options import Options
 from minimeg.parallel_state import ParallelState, initialize_model_parallel, world_size_of_environment
 from minimeg.parameter import full_state
-from minimeg.pipeline import Recorder
 from minimeg.plots import loss_curve
-from minimeg.schedule import simulate
-from minimeg.schedule.drawing import gantt_stack
-from minimeg.trainer import StepReport, Trainer
+from minimeg.trainer import Trainer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,13 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         trainer = Trainer(options, state, dataset)
         if talks:
             print(_describe(options, state))
-        reports, validation = _train(trainer, talks)
+        history = train(trainer, talks)
         BOX.enter("gather")
-        parameters = full_state(trainer.chunks, state)
+        needs_model = options.sample or options.compare_with_single_process
+        parameters = full_state(trainer.chunks, state) if needs_model else {}
         if dist.is_initialized():
             dist.destroy_process_group()
     # What follows needs nobody else; the other ranks are done.
-    return _conclude(options, dataset, reports, validation, parameters, str(state.device)) if talks else 0
+    return _conclude(options, dataset, history, parameters, str(state.device)) if talks else 0
 
 
 def _prepare(options: Options) -> TextDataset:
@@ -111,61 +109,15 @@ def _describe(options: Options, state: ParallelState) -> str:
     )
 
 
-def _train(trainer: Trainer, talks: bool) -> tuple[list[StepReport], dict[int, float]]:
-    """All steps. Returns the reports of the steps and {steps done: validation loss}."""
-    options = trainer.options
-    reports: list[StepReport] = []
-    validation: dict[int, float] = {}
-    on_terminal = talks and sys.stderr.isatty()
-    bar = tqdm(range(options.train_iters), "training", disable=not on_terminal, unit="step")
-    traced = options.train_iters - 1 if options.trace else None  # the last step: everything is warm
-    began = time.perf_counter()
-    for step in bar:
-        recorder = Recorder(trainer.state.device) if step == traced else None
-        report = trainer.step(step, recorder)
-        reports.append(report)
-        done = step + 1
-        bar.set_postfix_str(f"loss {report.loss:.3f}")
-        if recorder is not None:
-            _draw_trace(trainer, recorder)
-        if talks and not on_terminal and (done % options.log_interval == 0 or done in (1, options.train_iters)):
-            tokens = options.global_batch_size * options.seq_length * done / (time.perf_counter() - began)
-            print(
-                f"step {done:>5}/{options.train_iters}  loss {report.loss:.4f}  norm {report.norm:.3f}  "
-                f"lr {report.learning_rate:.2e}  {tokens:,.0f} tokens/s",
-                flush=True,
-            )
-        if done == options.train_iters or (options.eval_interval and done % options.eval_interval == 0):
-            validation[done] = trainer.evaluate()
-            if talks:
-                tqdm.write(f"step {done:>5}/{options.train_iters}  validation loss {validation[done]:.4f}")
-    return reports, validation
-
-
-def _draw_trace(trainer: Trainer, recorder: Recorder) -> None:
-    """Measured above simulated. The simulation gets the measured mean time of each kind of action on each stage."""
-    measured = recorder.timeline(trainer.schedule, trainer.state.pp)
-    if trainer.state.rank != 0 or trainer.options.trace is None:
-        return
-    times = measured.mean_times()
-    predicted = simulate(trainer.schedule, forward=times["F"], backward=times["B"], weight=times["W"])
-    picture = gantt_stack(
-        [("measured, the last step of this run", measured), ("simulated with the measured times", predicted)]
-    )
-    trainer.options.trace.parent.mkdir(parents=True, exist_ok=True)
-    trainer.options.trace.write_text(picture)
-
-
 def _conclude(
     options: Options,
     dataset: TextDataset,
-    reports: list[StepReport],
-    validation: dict[int, float],
+    history: History,
     parameters: dict[str, torch.Tensor],
     device: str,
 ) -> int:
     """What rank 0 makes of a finished run: sample, comparison, pictures."""
-    losses = [report.loss for report in reports]
+    losses = [report.loss for report in history.reports]
     passed = True
     twin: tuple[float, ...] = ()
     if options.sample:
@@ -176,7 +128,7 @@ def _conclude(
         passed, twin = verdict.passed, verdict.losses
         print(verdict.text, flush=True)
     if options.loss_curve:
-        loss_curve(options.loss_curve, losses, validation, twin, f"{options.schedule_name}, {options.dtype}")
+        loss_curve(options.loss_curve, losses, history.validation, twin, f"{options.schedule_name}, {options.dtype}")
     for path in filter(None, (options.loss_curve, options.trace)):
         print(f"drawn: {path}")
     return 0 if passed else 1

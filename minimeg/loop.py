@@ -1,0 +1,130 @@
+"""The loop around the steps: what happens between two of them, and what is told about it.
+
+    step -> numbers          one line of metrics (records.py), a progress bar on a terminal, a plain line every k steps elsewhere
+    every --eval-interval    the validation loss, at the end always
+    the last step            its timeline, measured above simulated
+
+See it run: ``python -m minimeg.train --run-dir out/run --eval-interval 20``.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from tqdm import tqdm
+
+from minimeg.comm import ledger
+from minimeg.cost import GPTShape, model_flops_per_iteration, utilisation
+from minimeg.options import Options
+from minimeg.pipeline import Recorder
+from minimeg.records import TIMELINE, Records
+from minimeg.schedule import Timeline, simulate
+from minimeg.schedule.drawing import gantt_stack
+from minimeg.trainer import StepReport, Trainer
+
+
+@dataclass
+class History:
+    """What the steps of this process gave: reports, and {steps done: validation loss}."""
+
+    reports: list[StepReport] = field(default_factory=list)
+    validation: dict[int, float] = field(default_factory=dict)
+
+
+def train(trainer: Trainer, talks: bool) -> History:
+    """All steps. Collective over all ranks; the rank that ``talks`` prints and writes."""
+    options = trainer.options
+    about = vars(options) | {"world_size": trainer.state.grid.world_size, **trainer.state.grid.sizes}
+    history = History()
+    last = options.train_iters - 1  # traced: by then everything is warm
+    with Records(options.run_dir if talks else None, about) as records, Progress(options, talks) as progress:
+        for step in range(options.train_iters):
+            recorder = (
+                Recorder(trainer.state.device) if step == last or (step + 1) % options.log_interval == 0 else None
+            )
+            start = time.perf_counter()
+            with ledger() as book:
+                report = trainer.step(step, recorder)
+            seconds = time.perf_counter() - start
+            timeline = recorder.timeline(trainer.schedule, trainer.state.pp) if recorder else None
+            numbers = _numbers(options, report, seconds, trainer.state.grid.world_size)
+            numbers["wire_bytes"] = book.total("wire")
+            numbers["bubble"] = timeline.bubble_of_total if timeline else None
+            history.reports.append(report)
+            done = step + 1
+            progress.step(report, seconds)
+            if done == options.train_iters or (options.eval_interval and done % options.eval_interval == 0):
+                numbers["validation_loss"] = history.validation[done] = trainer.evaluate()
+                progress.say(f"step {done:>5}/{options.train_iters}  validation loss {history.validation[done]:.4f}")
+            records.write(done, numbers)
+            if timeline is not None and step == last and talks:
+                for path in filter(None, [options.trace, options.run_dir and options.run_dir / TIMELINE]):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_text(measured_above_simulated(timeline), encoding="utf-8")
+    return history
+
+
+def _numbers(options: Options, report: StepReport, seconds: float, world_size: int) -> dict[str, float | None]:
+    tokens = options.global_batch_size * options.seq_length
+    numbers: dict[str, float | None] = {
+        "loss": report.loss,
+        "norm": report.norm,
+        "learning_rate": report.learning_rate,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+    }
+    if options.peak_tflops:
+        config = options.config
+        shape = GPTShape(
+            config.num_layers, config.hidden_size, config.num_attention_heads, options.seq_length, config.vocab_size
+        )
+        flops = model_flops_per_iteration(shape, options.global_batch_size)
+        numbers["model_flops_utilisation"] = utilisation(flops, seconds, world_size, options.peak_tflops * 1e12)
+    return numbers
+
+
+class Progress:
+    """A bar on a terminal; elsewhere a line every ``--log-interval`` steps, and one for the first and the last."""
+
+    def __init__(self, options: Options, talks: bool) -> None:
+        self.options, self.talks = options, talks
+        self.on_terminal = talks and sys.stderr.isatty()
+        self.bar = tqdm(total=options.train_iters, desc="training", disable=not self.on_terminal, unit="step")
+        self.tokens, self.seconds = 0, 0.0
+
+    def step(self, report: StepReport, seconds: float) -> None:
+        options, done = self.options, report.step + 1
+        self.tokens += options.global_batch_size * options.seq_length
+        self.seconds += seconds
+        self.bar.update()
+        self.bar.set_postfix_str(f"loss {report.loss:.3f}")
+        if not self.on_terminal and (done % options.log_interval == 0 or done in (1, options.train_iters)):
+            self.say(
+                f"step {done:>5}/{options.train_iters}  loss {report.loss:.4f}  norm {report.norm:.3f}  "
+                f"lr {report.learning_rate:.2e}  {self.tokens / self.seconds:,.0f} tokens/s"
+            )
+
+    def say(self, line: str) -> None:
+        if self.talks:
+            tqdm.write(line)
+            sys.stdout.flush()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.close()
+
+
+def measured_above_simulated(measured: Timeline) -> str:
+    """Both as one SVG. The simulation gets the measured mean time of each kind of action on each stage."""
+    times = measured.mean_times()
+    predicted = simulate(measured.schedule, forward=times["F"], backward=times["B"], weight=times["W"])
+    return gantt_stack(
+        [("measured, the last step of this run", measured), ("simulated with the measured times", predicted)]
+    )

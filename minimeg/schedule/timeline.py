@@ -59,6 +59,18 @@ class Timeline:
         """Per rank the time spent in actions."""
         return tuple(fsum(span.end - span.start for span in row) for row in self.spans)
 
+    def mean_times(self) -> dict[str, tuple[float, ...]]:
+        """{"F", "B", "W": per rank the time of a whole stage}: what ``simulate`` takes, from what was measured. 0 where none occurred.
+
+        A whole stage is n chunks, so it is n times the mean of a rank's actions of a kind.
+        """
+
+        def of(row: Sequence[Span], kind: str) -> float:
+            took = [span.end - span.start for span in row if span.action.kind == kind]
+            return self.schedule.chunks * fsum(took) / len(took) if took else 0.0
+
+        return {kind: tuple(of(row, kind) for row in self.spans) for kind in "FBW"}
+
     @property
     def bubble_of_ideal(self) -> float:
         """(longest stage span - busiest rank's work) / busiest rank's work: Megatron-LM's bubble."""

@@ -179,3 +179,17 @@ def test_large_schedules_are_proven_and_simulated_in_time():
     """64 stages x 1024 micro-batches x 8 chunks, a million actions, in under 20 s."""
     schedule = interleaved(64, 1024, 8)
     assert seconds(lambda: (prove(schedule), simulate(schedule))) < 20
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zb-v", "forward-only"])
+def test_mean_times_are_what_the_simulation_was_given(name):
+    given = {"F": (1.0, 2.0, 3.0), "B": (2.0, 3.0, 5.0), "W": (1.0, 1.5, 0.5)}
+    schedule = build(name, 3, 6)
+    found = simulate(schedule, given["F"], given["B"], given["W"]).mean_times()
+    if schedule.forward_only:
+        expected = {"F": given["F"], "B": (0.0,) * 3, "W": (0.0,) * 3}
+    elif schedule.split:
+        expected = given
+    else:
+        expected = {"F": given["F"], "B": (3.0, 4.5, 5.5), "W": (0.0,) * 3}
+    assert {kind: pytest.approx(times) for kind, times in expected.items()} == found

@@ -11,6 +11,8 @@ PYTHON := $(VENV)/bin/python
 PIP := $(PYTHON) -m pip --disable-pip-version-check install -qq -c constraints.txt
 READY := $(VENV)/.ready
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
+# Where the notebooks' badges point and what their first cell installs: account/name on GitHub. `make notebooks` writes it into them.
+REPOSITORY := OWNER/minimeg
 
 # Only what `make setup` installs may be found, whatever the caller's shell has set.
 unexport PYTHONPATH PYTHONHOME
@@ -67,14 +69,14 @@ unit: setup
 
 nbval: setup
 ifneq ($(NOTEBOOKS),)
-	$(call section,notebooks,$(PYTHON) -m pytest --nbval notebooks)
+	$(call section,notebooks,$(PYTHON) -m pytest -p tests.notebooks.clock --nbval --nbval-cell-timeout 120 notebooks)
 endif
 
 lab: setup  ## open the notebooks in JupyterLab
 	@$(PYTHON) -m jupyter lab notebooks
 
 notebooks: setup  ## run every notebook and store its outputs
-	@$(PYTHON) -m jupyter nbconvert --to notebook --execute --inplace $(NOTEBOOKS)
+	@$(PYTHON) -m tests.notebooks $(REPOSITORY) $(NOTEBOOKS)
 
 bench: setup  ## measure against other implementations (tests/benchmarks)
 	@$(PYTHON) -m tests.benchmarks

@@ -15,9 +15,12 @@ _WHERE = {
     "bet": "minimeg.lab.checks",
     "broken": "minimeg.lab.checks",
     "check": "minimeg.lab.checks",
+    "exercise": "minimeg.lab.exercises",
     "pool": "minimeg.lab.spmd",
     "pull": "minimeg.lab.spmd",
     "push": "minimeg.lab.spmd",
+    "show_picture": "minimeg.lab.showing",
+    "show_source": "minimeg.lab.showing",
     "table_of_checks": "minimeg.lab.checks",
 }
 __all__ = sorted([*_WHERE, "load_ipython_extension"])

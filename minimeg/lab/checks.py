@@ -35,15 +35,19 @@ class CheckFailed(AssertionError):
 class Entry:
     """One line: what was claimed, and how it went."""
 
-    kind: str  # "check", "broken" or "bet"
+    kind: str  # "check", "broken", "bet" or "task"
     name: str
     got: str  # values as text; "" where they are too long to print, or not worth it
     want: str
     relation: str  # "diff <= 1e-10", "= 4 x right"
     mark: str
     right: str = ""  # what a bet on this name is compared with
+    details: tuple[str, ...] = ()  # lines beneath
 
     def __str__(self) -> str:
+        return "\n".join([self._line(), *(f"{'':<{NAME}}{line}" for line in self.details)])
+
+    def _line(self) -> str:
         got, want = self.got, self.want
         if self.kind != "bet":
             got, want = got and f"got {got}", want and f"{'want' if self.kind == 'check' else 'right'} {want}"
@@ -80,9 +84,15 @@ class Table:
 
     def __repr__(self) -> str:
         count = {kind: sum(entry.kind == kind for entry in self) for kind in ("check", "broken")}
-        good = sum(entry.mark in ("ok", "as predicted") for entry in self)
-        words = f"{count['check']} checks and {count['broken']} predicted mistakes, {good} of {len(self)} as claimed"
-        return "\n".join([*map(str, self), "-" * WIDTH, words])
+        claims = [entry for entry in self if entry.kind != "task"]
+        tasks = [entry for entry in self if entry.kind == "task"]
+        good = sum(entry.mark in ("ok", "as predicted") for entry in claims)
+        words = [
+            f"{count['check']} checks and {count['broken']} predicted mistakes, {good} of {len(claims)} as claimed"
+        ]
+        if tasks:
+            words.append(f"exercises: {', '.join(f'{task.name.split()[0]} {task.mark}' for task in tasks)}")
+        return "\n".join([*map(str, claims), "-" * WIDTH, *words])
 
 
 TABLE = Table()
@@ -99,7 +109,7 @@ def check(name: str, got: Any, want: Any = True, tol: float = 0.0) -> None:
     """
     if not tol >= 0:
         raise ValueError(f"tol must be >= 0, got {tol}")
-    difference, reason = _compare(got, want)
+    difference, reason = compare(got, want)
     ok = difference <= tol
     # A loose bound means that digits vary from machine to machine: they are not printed.
     values = (show(got), show(want)) if tol <= 1e-7 and _is_short(got, want) else ("", "")
@@ -121,8 +131,8 @@ def broken(
     if (factor is None) == (wrong is None):
         raise ValueError("broken() needs either factor or wrong")
     predicted = _scale(_plain(right), factor) if factor is not None else wrong
-    difference, reason = _compare(got, predicted)
-    error, _ = _compare(got, right)
+    difference, reason = compare(got, predicted)
+    error, _ = compare(got, right)
     ok = difference <= tol < error
     values = (show(got), show(right)) if _is_short(got, right) else ("", "")
     relation = f"= {factor:g} x right" if factor is not None else "not right"
@@ -175,7 +185,7 @@ def _plain(value: Any) -> Any:
     return [_plain(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
-def _compare(got: Any, want: Any) -> tuple[float, str]:
+def compare(got: Any, want: Any) -> tuple[float, str]:
     """-> (largest absolute difference, or infinity; why the two cannot be compared)."""
     got, want = _plain(got), _plain(want)
     if isinstance(got, dict) and not isinstance(

@@ -84,12 +84,27 @@ def joined(entries_of: dict[int, list[Entry]]) -> list[Entry]:
             by_name.setdefault((entry.kind, entry.name), {})[rank] = entry
     result = []
     for (kind, name), found in by_name.items():
-        failed = [rank for rank, entry in found.items() if entry.mark == "FAILED"]
-        mark = f"FAILED on {spans(failed)}" if failed and len(failed) < len(found) else next(iter(found.values())).mark
+        failed = [rank for rank, entry in found.items() if entry.mark in ("FAILED", "WRONG")]
+        mark = found[failed[0]].mark if failed else next(iter(found.values())).mark
+        if failed and len(failed) < len(found):
+            mark += f" on {spans(failed)}"
         label = name if len(found) == len(entries_of) else f"{name} [r{spans([*found])}]"
         got, want, relation, right = (
             " ".join(dict.fromkeys(texts) if len({*texts}) == 1 else texts)
             for texts in zip(*((e.got, e.want, e.relation, e.right) for e in found.values()), strict=True)
         )
-        result.append(Entry(kind, label, got, want, relation, mark, right))
+        details = _labelled_details({rank: entry.details for rank, entry in found.items() if entry.details})
+        result.append(Entry(kind, label, got, want, relation, mark, right, details))
     return result
+
+
+def _labelled_details(details_of: dict[int, tuple[str, ...]]) -> tuple[str, ...]:
+    """Lines beneath an entry, equal ones once, each under the ranks that have them."""
+    ranks_of: dict[tuple[str, ...], list[int]] = {}
+    for rank, details in details_of.items():
+        ranks_of.setdefault(details, []).append(rank)
+    names = {details: f"r{spans(ranks)}" for details, ranks in ranks_of.items()}
+    width = max(map(len, names.values()), default=0)
+    return tuple(
+        f"{names[details] if i == 0 else '':<{width}}  {line}" for details in ranks_of for i, line in enumerate(details)
+    )

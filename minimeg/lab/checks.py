@@ -55,8 +55,10 @@ class Entry:
         line = f"{self.kind:<{NAME}}{self.name:<{GOT - NAME}}{got:<{WANT - GOT}}{want:<{DIFF - WANT}}{self.relation}"
         if len(self.name) < GOT - NAME and len(got) < WANT - GOT and len(want) < DIFF - WANT and len(line) < room:
             return f"{line:<{room}}{self.mark}"
-        # Too wide for the columns: close up, or take a second line.
+        # Too wide for the columns: close up, at the left if the name leaves room; or take a second line.
         told = "  ".join(part for part in (got, want, self.relation) if part)
+        if len(self.name) < GOT - NAME and GOT + len(told) < room:
+            return f"{self.kind:<{NAME}}{self.name:<{GOT - NAME}}{told:<{room - GOT}}{self.mark}"
         if NAME + len(told) >= room:
             told = self.relation
         head = f"{self.kind:<{NAME}}{self.name}"
@@ -92,7 +94,24 @@ class Table:
         ]
         if tasks:
             words.append(f"exercises: {', '.join(f'{task.name.split()[0]} {task.mark}' for task in tasks)}")
-        return "\n".join([*map(str, claims), "-" * WIDTH, *words])
+        lines = _aligned(claims)
+        return "\n".join([*lines, "-" * max([WIDTH, *map(len, lines)]), *words])
+
+
+def _aligned(claims: list[Entry]) -> list[str]:
+    """The entries as a table whose columns are as wide as they must be."""
+    rows = [
+        (
+            f"{claim.kind:<{NAME}}{claim.name}",
+            claim.got and f"got {claim.got}",
+            claim.want and f"{'want' if claim.kind == 'check' else 'right'} {claim.want}",
+            claim.relation,
+            claim.mark,
+        )
+        for claim in claims
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(5)] if rows else []
+    return ["  ".join(f"{part:<{width}}" for part, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 TABLE = Table()
@@ -135,7 +154,7 @@ def broken(
     error, _ = compare(got, right)
     ok = difference <= tol < error
     values = (show(got), show(right)) if _is_short(got, right) else ("", "")
-    relation = f"= {factor:g} x right" if factor is not None else "not right"
+    relation = f"= {factor:g} x right" if factor is not None else "" if values[0] else "not right"
     record(Entry("broken", name, *values, relation, "as predicted" if ok else "FAILED", show(right)))
     if not ok:
         why = "the number is right: nothing is broken" if error <= tol else reason or f"off by {difference:.3g}"

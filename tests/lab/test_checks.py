@@ -32,15 +32,14 @@ def test_lines_have_fixed_columns_and_at_most_78_characters(capsys):
     printed = lines(capsys)
     assert printed == [
         "check  x.grad, every rank      got 10      want 10    diff 0                ok",
-        "check  loss, target 3            got 0.916291  want 0.916291  diff <= 1e-10 ok",
+        "check  loss, target 3          got 0.916291  want 0.916291  diff <= 1e-10   ok",
         "check  loss, 4 ranks against one process                      diff <= 0.001 ok",
         "check  a claim whose name is far too long for the column it has",
         "       got 1  want 1  diff <= 1e-15                                         ok",
-        "check  per rank                           got 1 2 3 4  want 1 2 3 4  diff 0 ok",
+        "check  per rank                got 1 2 3 4  want 1 2 3 4  diff 0            ok",
         "broken g backward all-reduces  got 40 40   right 10   = 4 x right as predicted",
-        "broken ranks that share the index",
-        "       got 4 6 4 6  right 3 3 7 7  not right                      as predicted",
-        "bet    x.grad on rank 3                               10, 4, 40 or 2.5? no bet",
+        "broken ranks that share the index      got 4 6 4 6  right 3 3 7 7 as predicted",
+        "bet    x.grad on rank 3        10, 4, 40 or 2.5?                        no bet",
     ]
     assert all(len(line) <= WIDTH and line.isascii() for line in printed)
 
@@ -144,9 +143,9 @@ def test_the_table_shows_each_check_once(capsys):
     broken("three", 40, 10, 4)
     capsys.readouterr()
     assert repr(table_of_checks()).splitlines() == [
-        "check  one                     got 1       want 1     diff 0                ok",
-        "check  two                     got 2       want 2     diff 0                ok",
-        "broken three                   got 40      right 10   = 4 x right as predicted",
+        "check  one    got 1   want 1    diff 0       ok",
+        "check  two    got 2   want 2    diff 0       ok",
+        "broken three  got 40  right 10  = 4 x right  as predicted",
         "-" * WIDTH,
         "2 checks and 1 predicted mistakes, 3 of 3 as claimed",
     ]

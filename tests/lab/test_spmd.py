@@ -172,7 +172,7 @@ def test_checks_on_ranks_are_one_line_and_in_the_table(notebook):
     notebook.run("%%spmd\nx = torch.tensor([rank + 1.0])\ndist.all_reduce(x)")
     assert notebook.run(cell).text.splitlines() == [
         "check  sum on the ranks        got 10      want 10    diff 0                ok",
-        "check  own number                         got 0 1 2 3  want 0 1 2 3  diff 0 ok",
+        "check  own number              got 0 1 2 3  want 0 1 2 3  diff 0            ok",
     ]
     failed = notebook.run("%%spmd\ncheck('only rank 0', rank, 0)")
     assert failed.text.endswith("FAILED on 1-3\n")

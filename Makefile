@@ -49,14 +49,14 @@ $(READY): pyproject.toml constraints.txt
 	touch $@; echo "setup: $$($(PYTHON) --version), $$((SECONDS - start)) s"
 
 # About a million parameters; four processes on this machine, whatever other job of torchrun's runs here.
-TRAIN = $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 4 -m minimeg.train --tp 2 --pp 2
+TRAIN = OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 4 -m minimeg.train --tp 2 --pp 2
 DEMO_MODEL = --num-layers 5 --hidden-size 128 --num-attention-heads 8 --seq-length 128 --micro-batch-size 4 --global-batch-size 16
 
 demo: setup  ## train a GPT on real text over several processes, compare it with one process, draw what happened
 	@$(TRAIN) $(DEMO_MODEL) --train-iters 250 --lr 2e-3 --lr-warmup-iters 40 --eval-interval 50 --sample 300 \
 		--compare-with-single-process --loss-curve out/loss.png --trace out/timeline.svg
 	@echo; echo 'The same model in float64, 20 steps, compared strictly:'
-	@$(TRAIN) $(DEMO_MODEL) --train-iters 20 --dtype float64 --compare-with-single-process
+	@$(TRAIN) $(DEMO_MODEL) --train-iters 20 --lr 2e-3 --lr-warmup-iters 20 --dtype float64 --compare-with-single-process
 
 test: lint unit nbval  ## lint, types, tests and notebooks: what CI runs
 

@@ -68,7 +68,7 @@ SECTIONS: dict[str, list[Flag]] = {
         Flag("--lr", "highest learning rate"),
         Flag("--min-lr", "learning rate at the end of the cosine"),
         Flag(
-            "--lr-warmup-iters", "steps of linear warm-up; default: a tenth of all, at most 10", type=int, metavar="N"
+            "--lr-warmup-iters", "steps of linear warm-up; default: half of all, at most 10", type=int, metavar="N"
         ),
         Flag("--weight-decay", "of matrices; biases and norms have none"),
         Flag("--clip-grad", "largest norm of all gradients together; 0: never clip"),

@@ -37,8 +37,8 @@ class Options:
     micro_batch_size: int = 2
     global_batch_size: int = 16
     train_iters: int = 100
-    lr: float = 3e-3
-    min_lr: float = 3e-4
+    lr: float = 1e-3
+    min_lr: float = 1e-4
     lr_warmup_iters: int | None = None
     weight_decay: float = 0.1
     clip_grad: float = 1.0
@@ -83,8 +83,8 @@ class Options:
 
     @property
     def warmup(self) -> int:
-        """Steps of linear warm-up: as asked for, or a tenth of all, at most 10."""
-        return min(10, self.train_iters // 10) if self.lr_warmup_iters is None else self.lr_warmup_iters
+        """Steps of linear warm-up: as asked for, or half of all, at most 10."""
+        return min(10, self.train_iters // 2) if self.lr_warmup_iters is None else self.lr_warmup_iters
 
     def data_parallel_size(self, world_size: int) -> int:
         return world_size // (

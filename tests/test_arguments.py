@@ -85,11 +85,11 @@ BAD: list[tuple[int, dict[str, Any], list[str]]] = [
         ["virtual_pipeline_model_parallel_size=3", "schedule=zb-v has two chunks", "--vpp 2"],
     ),
     # numbers of the optimizer
-    (1, {"lr": 0.0}, ["lr=0.0", "positive", "0.003"]),
+    (1, {"lr": 0.0}, ["lr=0.0", "positive", "0.001"]),
     (1, {"lr": float("nan")}, ["lr=nan", "positive"]),
     (1, {"lr": float("inf")}, ["lr=inf", "positive"]),
     (1, {"lr": -1.0}, ["lr=-1.0", "positive"]),
-    (1, {"min_lr": 1.0}, ["min_lr=1.0", "lr=0.003", "at most 0.003"]),
+    (1, {"min_lr": 1.0}, ["min_lr=1.0", "lr=0.001", "at most 0.001"]),
     (1, {"min_lr": -1.0}, ["min_lr=-1.0", "at least 0"]),
     (1, {"weight_decay": -0.1}, ["weight_decay=-0.1", "at least 0"]),
     (1, {"weight_decay": float("nan")}, ["weight_decay=nan", "at least 0"]),

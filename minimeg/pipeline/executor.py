@@ -185,9 +185,10 @@ class _Executor:
                     shape, dtype, transfer.source, transfer.tag, self.device
                 )
             case Run(action):
+                message = self._take(action)  # waiting is no part of the action: a recorded timeline shows it as idle
                 BOX.enter(_PHASES[action.kind] if self.trains else "evaluation")
                 with self.recorder.action(action) if self.recorder else nullcontext():
-                    {"F": self._forward, "B": self._backward, "W": self._weights}[action.kind](action)
+                    {"F": self._forward, "B": self._backward, "W": self._weights}[action.kind](action, message)
                 self._after(action)
             case Send(transfer):
                 message = self.outbox.pop(transfer.producer)
@@ -198,9 +199,8 @@ class _Executor:
 
     # ---- the three actions -------------------------------------------------------------------------------------------------
 
-    def _forward(self, action: Action) -> None:
+    def _forward(self, action: Action, x: Tensor | None) -> None:
         slot, microbatch = (action.chunk, action.microbatch), self.microbatches[action.microbatch]
-        x = None if self._is_first(action.chunk) else self._take(action)
         with torch.set_grad_enabled(self.trains):
             if x is not None and self.trains:
                 self.inputs[slot] = x.requires_grad_()
@@ -214,10 +214,9 @@ class _Executor:
         if not self._is_last(action.chunk):
             self._hand_on(action, output.detach(), +1)
 
-    def _backward(self, action: Action) -> None:
+    def _backward(self, action: Action, grad: Tensor | None) -> None:
         slot = (action.chunk, action.microbatch)
         root = self.roots.pop(slot)
-        grad = None if self._is_last(action.chunk) else self._take(action)
         store = self.stores[action.chunk] if self.stores else None
         if store:
             store.record(action.microbatch)
@@ -229,7 +228,7 @@ class _Executor:
             x = self.inputs.pop(slot)
             self._hand_on(action, torch.zeros_like(x) if x.grad is None else x.grad, -1)
 
-    def _weights(self, action: Action) -> None:
+    def _weights(self, action: Action, _: Tensor | None) -> None:
         self.stores[action.chunk].run(action.microbatch)
 
     def _after(self, action: Action) -> None:
@@ -246,15 +245,15 @@ class _Executor:
 
     # ---- where tensors come from and go to ---------------------------------------------------------------------------------
 
-    def _take(self, action: Action) -> Tensor:
-        """The message this action needs: from another rank, or from another chunk of this one."""
+    def _take(self, action: Action) -> Tensor | None:
+        """The message this action needs: from another rank, or from another chunk of this one. None: it needs none."""
+        begins = {"F": self._is_first(action.chunk), "B": self._is_last(action.chunk), "W": True}
+        if begins[action.kind]:
+            return None
         if action not in self.receives:
             return self.handed_over.pop(action)
-        busy_with = BOX.phase
         BOX.enter("message wait")
-        message = self.receives.pop(action).wait()
-        BOX.enter(busy_with)
-        return message
+        return self.receives.pop(action).wait()
 
     def _hand_on(self, action: Action, message: Tensor, direction: int) -> None:
         """Towards the next virtual stage (+1, an activation) or the one before (-1, a gradient)."""

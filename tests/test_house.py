@@ -36,6 +36,7 @@ LONGEST_MODULE, LONGEST_FUNCTION, LONGEST_DEMO = 320, 60, 40
 
 # What any file may take from torch.distributed: questions, types and errors. Nothing here sends a byte.
 QUESTIONS = [
+    "QueueEmptyError",
     "is_available",
     "is_initialized",
     "get_rank",
@@ -50,6 +51,7 @@ QUESTIONS = [
     "DistBackendError",
     "DistNetworkError",
     "DistStoreError",
+    "QueueEmptyError",
     "get_error_handler",
     "record",
     "TCPStore",

@@ -35,6 +35,9 @@ from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from minimeg.recompute import WATCHERS, Kept
+from minimeg.replay import LABELS, label
+
+__all__ = ["ActivationMemory", "Bytes", "SavedTensor", "activation_memory", "label"]
 
 By = Literal["tensor", "module", "label"]
 
@@ -164,7 +167,7 @@ class ActivationMemory:
             return None
         saved, holds = self._held.get(storage, (None, 0))
         if saved is None:
-            saved = SavedTensor(tuple(x.shape), x.dtype, storage.nbytes(), self._modules[-1], _LABELS[-1])
+            saved = SavedTensor(tuple(x.shape), x.dtype, storage.nbytes(), self._modules[-1], LABELS[-1])
             self._change(+1, saved)
         self._held[storage] = saved, holds + 1
         return _Hold(self, storage)
@@ -207,20 +210,6 @@ def _removed(handle: torch.utils.hooks.RemovableHandle) -> Iterator[None]:
 
 
 _OPEN: list[ActivationMemory] = []
-_LABELS = [""]
-
-
-@contextmanager
-def label(name: str) -> Iterator[None]:
-    """Whatever is saved inside, in a forward or in a replay, is listed under ``name``, e.g. a micro-batch.
-
-    A function of the module, so that an executor can label each F and B without knowing whether anybody looks.
-    """
-    _LABELS.append(name)
-    try:
-        yield
-    finally:
-        _LABELS.pop()
 
 
 @contextmanager

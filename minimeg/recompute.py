@@ -41,6 +41,7 @@ __all__ = ["WATCHERS", "Kept", "RecomputationError", "Recompute", "checkpoint"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+R = TypeVar("R")
 
 # Each is called with every tensor that a replay saves; what it returns is held as long as the tensor waits for backward.
 WATCHERS: list[Callable[[Tensor], object]] = []
@@ -97,6 +98,28 @@ class Recompute:
         block.complete = True
         return result
 
+    def into(self, consumer: Callable[[T], R], function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """``consumer(function(*args, **kwargs))``, keeping neither what ``function`` saves nor its result, one tensor.
+
+        For a cheap function before an expensive one that saves its input: a norm before a linear. Backward runs ``function`` again,
+        not ``consumer``, which is an ordinary part of the graph. (Megatron-LM: ``CheckpointWithoutOutput``.)
+        """
+        if not torch.is_grad_enabled():
+            return consumer(function(*args, **kwargs))
+        block = _Block(self, function, args, kwargs)
+        with saved_tensors_hooks(block.pack, block.unpack):
+            result = function(*args, **kwargs)
+        assert isinstance(result, Tensor), "a function whose result is forgotten returns one tensor"
+        slot = block.pack_result(result)
+        block.complete = True
+        place = _place(result)  # no reference to it: autograd keeps the hooks
+
+        def pack(x: Tensor) -> _Slot | Kept:
+            return slot if _place(x) == place else _keep(x)
+
+        with saved_tensors_hooks(pack, block.unpack):
+            return consumer(result)
+
 
 # ---- one call of a recomputed function ---------------------------------------------------------------------------------------
 
@@ -125,6 +148,16 @@ class Kept:
         return self.tensor
 
 
+def _keep(x: Tensor) -> Kept:
+    """For a tensor that is held although our hooks hide it from those around them."""
+    return Kept(x, [watch(x) for watch in WATCHERS])
+
+
+def _place(x: Tensor) -> tuple[object, ...]:
+    """Equal for two tensors that are the same elements in the same order, as long as one of them lives."""
+    return id(x.untyped_storage()), x._version, x.dtype, x.shape, x.stride(), x.storage_offset()
+
+
 class _Slot:
     """What autograd holds instead of a saved tensor. ``kept`` is filled by a replay and emptied by the node that uses it."""
 
@@ -136,7 +169,7 @@ class _Slot:
 
 
 class _Block:
-    def __init__(self, how: Recompute, function: Callable[..., object], args: Any, kwargs: Any) -> None:
+    def __init__(self, how: Recompute, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.function = function
         self.arguments = Arguments(args, kwargs)
         tensors = self.arguments.tensors
@@ -148,7 +181,7 @@ class _Block:
         tensors.clear()  # from here on autograd keeps them, or a recomputed block around this one forgets them
         self.slots: list[weakref.ref[_Slot]] = []  # weak: a slot dies when backward has released its node
         self.expected: list[Tensor] | None = [] if how.check else None
-        self.complete = False
+        self.complete = self.forgets_result = False
 
     def pack(self, x: Tensor) -> _Slot | Kept:
         if _is_parameter(x):
@@ -158,6 +191,11 @@ class _Block:
         if self.expected is not None:
             self.expected.append(x.detach())
         return slot
+
+    def pack_result(self, result: Tensor) -> _Slot | Kept:
+        """A slot for what the function returned, to be saved by somebody else: the last one, so the replay fills it at its end."""
+        self.forgets_result = True
+        return self.pack(result)
 
     def unpack(self, packed: _Slot | Kept) -> Tensor:
         if isinstance(packed, Kept):
@@ -193,7 +231,9 @@ class _Block:
         try:
             hooks = saved_tensors_hooks(pack, lambda x: x)
             with self.surroundings.restored(), torch.enable_grad(), hooks, suppress(_Stop):
-                self.function(*args, **kwargs)
+                result = self.function(*args, **kwargs)
+                if self.forgets_result:
+                    pack(result)
             if count <= last or (to_the_end and count != len(self.slots)):
                 faults.append(f"the forward saved {len(self.slots)} tensors, the replay {count}")
             if faults:
@@ -207,7 +247,7 @@ class _Block:
         """Put ``x`` where the forward saved its tensor number ``position``; says how the two differ."""
         slot = self.slots[position]()
         if slot is not None:
-            slot.kept = Kept(x, [watch(x) for watch in WATCHERS])
+            slot.kept = _keep(x)
         difference = ""
         if slot is not None and (slot.shape, slot.dtype) != (x.shape, x.dtype):
             difference = f"{_describe(slot)} in the forward, {_describe(x)} in the replay"

@@ -1,7 +1,7 @@
-"""What it takes to run a function a second time as if it were the first: its arguments, its dice, its precision.
+"""What it takes to run a function a second time as if it were the first: its arguments, its dice, its precision, its label.
 
     again = Arguments(args, kwargs)             the tensors, taken out of whatever holds them; the rest stays in place
-    around = Surroundings(again.tensors, streams)   states of the random generators, autocast
+    around = Surroundings(again.tensors, streams)   states of the random generators, autocast, label
     ...
     with around.restored():
         args, kwargs = again.filled(again.tensors)
@@ -124,11 +124,29 @@ class Piece:
         return whole.permute([self.order.index(dim) for dim in range(len(self.order))])
 
 
+# ---- labels: on whose account a tensor is saved --------------------------------------------------------------------------------
+
+LABELS = [""]
+
+
+@contextmanager
+def label(name: str) -> Iterator[None]:
+    """Whatever is saved inside, or in a later replay of it, is listed under ``name`` by :mod:`minimeg.memory`, e.g. a micro-batch.
+
+    A function of the module, so that a model can label what it does without knowing whether anybody looks.
+    """
+    LABELS.append(name)
+    try:
+        yield
+    finally:
+        LABELS.pop()
+
+
 # ---- surroundings ------------------------------------------------------------------------------------------------------------
 
 
 class Surroundings:
-    """What else a function's result depends on: the states of its random generators, and autocast.
+    """What else a function's result depends on: the states of its random generators, and autocast. And its label.
 
     Args:
         tensors: their devices say which default generators and which autocast settings are meant; the CPU's always are.
@@ -140,6 +158,7 @@ class Surroundings:
         defaults = [_default_stream(device) for device in devices]
         self.streams: list[Stream] = [torch.default_generator, *defaults, *streams]
         self.states = [stream.get_state() for stream in self.streams]
+        self.label = LABELS[-1]
         self.autocast = {kind: _autocast(kind) for kind in ("cpu", *(device.type for device in devices))}
 
     @contextmanager
@@ -150,6 +169,7 @@ class Surroundings:
             for kind, (enabled, dtype, cache) in self.autocast.items():
                 if _autocast(kind) != (enabled, dtype, cache):  # as a rule backward runs outside the forward's context
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
+            stack.enter_context(label(self.label))
             try:
                 self._set(self.states)
                 yield

@@ -17,6 +17,7 @@ Source: Shoeybi et al. 2019, figures 2-4. See it run: ``notebooks/00_start_here.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,10 @@ from minimeg.data import MicroBatch
 from minimeg.layers import LayerNorm, VocabParallelEmbedding, vocabulary_shard
 from minimeg.linear import InputGradient, WeightGradientStore, linear
 from minimeg.models.config import GPTConfig, layers_of
+from minimeg.models.recomputation import Plan, Recomputation
 from minimeg.models.transformer import TransformerLayer, residual_dropout
 from minimeg.parameter import Shard, ShardedModule, name_globally, normal
+from minimeg.replay import label
 from minimeg.rng import Key
 
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
@@ -103,10 +106,18 @@ class GPT(nn.Module):
     causal_bias: Tensor
 
     def __init__(
-        self, config: GPTConfig, group: Group, virtual_stage: int = 0, virtual_stages: int = 1, seed: int = 0
+        self,
+        config: GPTConfig,
+        group: Group,
+        virtual_stage: int = 0,
+        virtual_stages: int = 1,
+        seed: int = 0,
+        recomputation: Recomputation | None = None,
     ) -> None:
         super().__init__()
+        self.recomputation = Recomputation() if recomputation is None else recomputation
         faults = config.faults(group.size, virtual_stages)
+        faults += self.recomputation.faults(config.num_layers, group.size, config.sequence_parallel)
         if faults:
             raise ValueError("this GPT cannot be built:\n  " + "\n  ".join(faults))
         self.config, self.group, self.seed = config, group, seed
@@ -144,20 +155,34 @@ class GPT(nn.Module):
 
     def forward(self, x: Tensor | None, microbatch: MicroBatch) -> Tensor:
         key = Key(self.seed, step=microbatch.step, microbatch=microbatch.index) if self.training else None
-        if self.is_first:
-            self.input_shape(microbatch)  # refuses a length that sequence parallelism cannot cut
-            x = self.embedding(microbatch.tokens.t(), key)
-        assert x is not None, "only the first virtual stage reads the tokens; the others are given x"
-        for layer in self.layers.values():
-            x = layer(x, self.causal_bias, key)
-        if self.is_last:
-            shared = self.embedding.word_embeddings.weight if self.config.tied and self.is_first else None
-            x = self.output_layer(self.final_layernorm(x), shared)
+        self.input_shape(microbatch)  # refuses a length that sequence parallelism cannot cut
+        with label(f"micro-batch {microbatch.index}"):
+            if self.is_first:
+                x = self.embedding(microbatch.tokens.t(), key)
+            assert x is not None, "only the first virtual stage reads the tokens; the others are given x"
+            x = self._run_layers(x, key, self.recomputation.of(microbatch.index, self.group))
+            if self.is_last:
+                shared = self.embedding.word_embeddings.weight if self.config.tied and self.is_first else None
+                x = self.output_layer(self.final_layernorm(x), shared)
         out: Tensor = x
         return out
+
+    def _run_layers(self, x: Tensor, key: Key | None, plan: Plan) -> Tensor:
+        layers = list(self.layers.values())
+
+        def run(x: Tensor, group: range) -> Tensor:
+            for index in group:
+                x = layers[index](x, self.causal_bias, key, plan)
+            return x
+
+        for group, again in plan.groups(len(layers)):
+            # Not as arguments but by closure: a recomputed block keeps its arguments, and the bias is there anyway.
+            x = plan.group(again, partial(run, group=group), x)
+        return x
 
     def loss(self, logits: Tensor, microbatch: MicroBatch) -> Tensor:
         """Sum of the valid tokens' losses (not the mean: the caller divides by the count over the whole batch). Scalar."""
         targets, valid = microbatch.targets.t(), microbatch.valid.t()  # [s, b]
-        losses = vocab_parallel_cross_entropy(logits, targets, self.group, vocab_size=self.config.vocab_size)
-        return torch.where(valid, losses, 0).sum()
+        with label(f"micro-batch {microbatch.index}"):
+            losses = vocab_parallel_cross_entropy(logits, targets, self.group, vocab_size=self.config.vocab_size)
+            return torch.where(valid, losses, 0).sum()

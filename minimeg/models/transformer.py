@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from minimeg.comm import Group
 from minimeg.layers import ColumnParallelLinear, LayerNorm, RowParallelLinear
 from minimeg.models.config import GPTConfig
+from minimeg.models.recomputation import NOTHING, Plan
 from minimeg.parameter import Initialiser, normal
 from minimeg.rng import Key, dropout
 
@@ -38,9 +39,9 @@ class CausalSelfAttention(nn.Module):
             h, h, group=group, sequence_parallel=sp, init=_output_init(config), draw=False
         )
 
-    def forward(self, x: Tensor, causal_bias: Tensor, key: Key | None) -> Tensor:
+    def forward(self, x: Tensor, causal_bias: Tensor, key: Key | None, plan: Plan = NOTHING) -> Tensor:
         qkv = self.linear_qkv(x)  # [s, b, 3h/t]
-        context = self.core(qkv, causal_bias, key)  # [s, b, h/t]
+        context = plan.module("core_attn", lambda qkv: self.core(qkv, causal_bias, key), qkv)  # [s, b, h/t]
         out: Tensor = self.linear_proj(context)
         return out
 
@@ -95,9 +96,16 @@ class TransformerLayer(nn.Module):
         self.pre_mlp_layernorm = LayerNorm(h, group=group, sequence_parallel=sp)
         self.mlp = MLP(config, group)
 
-    def forward(self, x: Tensor, causal_bias: Tensor, key: Key | None) -> Tensor:
-        x = x + self._dropout(self.self_attention(self.input_layernorm(x), causal_bias, key), key, call=1)
-        return x + self._dropout(self.mlp(self.pre_mlp_layernorm(x)), key, call=2)
+    def forward(self, x: Tensor, causal_bias: Tensor, key: Key | None, plan: Plan = NOTHING) -> Tensor:
+        def attention(y: Tensor) -> Tensor:
+            out: Tensor = self.self_attention(y, causal_bias, key, plan)
+            return out
+
+        def mlp(y: Tensor) -> Tensor:
+            return plan.module("mlp", self.mlp, y)
+
+        x = x + self._dropout(plan.module_into("layernorm", attention, self.input_layernorm, x), key, call=1)
+        return x + self._dropout(plan.module_into("layernorm", mlp, self.pre_mlp_layernorm, x), key, call=2)
 
     def _dropout(self, x: Tensor, key: Key | None, call: int) -> Tensor:
         return residual_dropout(x, self.config, self.group, key, self.layer, call)

@@ -55,6 +55,7 @@ SECTIONS: dict[str, list[Flag]] = {
         Flag("--hidden-size", "h"),
         Flag("--num-attention-heads", "a"),
         Flag("--seq-length", "s"),
+        Flag("--vocab-size", "v; text is bytes, so at least 256"),
         Flag("--hidden-dropout", "after embedding, attention and MLP"),
         Flag("--attention-dropout", "of attention probabilities"),
         Flag("--whole-dropout-masks", "draw each mask for the full tensor, so that any layout equals one process"),
@@ -67,9 +68,7 @@ SECTIONS: dict[str, list[Flag]] = {
         Flag("--train-iters", "optimizer steps"),
         Flag("--lr", "highest learning rate"),
         Flag("--min-lr", "learning rate at the end of the cosine"),
-        Flag(
-            "--lr-warmup-iters", "steps of linear warm-up; default: half of all, at most 10", type=int, metavar="N"
-        ),
+        Flag("--lr-warmup-iters", "steps of linear warm-up; default: half of all, at most 10", type=int, metavar="N"),
         Flag("--weight-decay", "of matrices; biases and norms have none"),
         Flag("--clip-grad", "largest norm of all gradients together; 0: never clip"),
         Flag("--optimizer", "update rule", choices=OPTIMIZERS, metavar=None),
@@ -100,6 +99,9 @@ SECTIONS: dict[str, list[Flag]] = {
         Flag("--loss-curve", "draw the losses", type=Path, metavar="PNG"),
         Flag("--run-dir", "write metrics, TensorBoard events and the last timeline there", type=Path, metavar="DIR"),
         Flag("--peak-tflops", "of one device, for the model FLOPs utilisation; 0: unknown"),
+        Flag("--dry-run", "one rank of a large world, on paper: build it without weights, run a step, count"),
+        Flag("--rank", "of a dry run"),
+        Flag("--world-size", "of a dry run", type=int, metavar="N"),
         Flag("--sample", "print as many characters written by the trained model"),
     ],
 }

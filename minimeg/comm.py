@@ -165,6 +165,10 @@ class Group:
         encoded = json.dumps(value)
         if self.size == 1:
             return [json.loads(encoded)]
+        if (
+            dist.get_backend(self.handle) == "fake"
+        ):  # a dry run: nobody answers, so the others are taken to say the same
+            return [json.loads(encoded) for _ in self.ranks]
         text = torch.tensor(list(encoded.encode()), dtype=torch.uint8)
         device = "cuda" if dist.get_backend(self.handle) == "nccl" else "cpu"
         lengths = self.all_gather(torch.tensor([len(text)], device=device)).tolist()

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from minimeg.comm import phase
+from minimeg.meta import numbers
 from minimeg.parallel_state import ParallelState
 from minimeg.parameter import Shard, named_shards
 
@@ -58,13 +59,13 @@ class GradientNorm:
 
     def __call__(self) -> float:
         """The norm, the same number on every rank of tp x pp (and of dp, once gradients are reduced)."""
-        squares = torch.zeros(len(self.position), dtype=torch.float64)
+        squares = torch.zeros(len(self.position), dtype=torch.float64, device=self.state.device)
         for param, shard in self.parameters:
             if param.grad is not None and self._counts_here(shard):
                 squares[self.position[shard.name]] = param.grad.double().square().sum()
         with phase("norm"):
-            squares = self.state.mp.all_reduce(squares.to(self.state.device))
-        return math.sqrt(math.fsum(squares.tolist()))
+            squares = self.state.mp.all_reduce(squares)
+        return math.sqrt(math.fsum(numbers(squares)))
 
     def _counts_here(self, shard: Shard) -> bool:
         return shard.dim is not None or self.state.tp.rank == 0

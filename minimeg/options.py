@@ -33,6 +33,7 @@ class Options:
     num_layers: int = 4
     hidden_size: int = 64
     num_attention_heads: int = 4
+    vocab_size: int = VOCAB_SIZE
     seq_length: int = 64
     micro_batch_size: int = 2
     global_batch_size: int = 16
@@ -61,6 +62,9 @@ class Options:
     sample: int = 0
     run_dir: Path | None = None
     peak_tflops: float = 0.0
+    dry_run: bool = False
+    rank: int = 0
+    world_size: int | None = None
 
     @property
     def config(self) -> GPTConfig:
@@ -68,7 +72,7 @@ class Options:
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
             num_attention_heads=self.num_attention_heads,
-            vocab_size=VOCAB_SIZE,
+            vocab_size=self.vocab_size,
             max_sequence_length=self.seq_length,
             hidden_dropout=self.hidden_dropout,
             attention_dropout=self.attention_dropout,
@@ -107,7 +111,7 @@ class Options:
     def faults(self, world_size: int) -> list[str]:
         """Everything that forbids this run on ``world_size`` processes; an empty list means that it can start."""
         unschedulable = self._schedule_faults()
-        found = [*self._value_faults(), *unschedulable, *self._comparison_faults()]
+        found = [*self._value_faults(), *unschedulable, *self._comparison_faults(), *self._dry_run_faults()]
         t, p, n = (
             self.tensor_model_parallel_size,
             self.pipeline_model_parallel_size,
@@ -154,6 +158,10 @@ class Options:
             found.append(
                 f"lr_warmup_iters={self.lr_warmup_iters} exceeds train_iters={self.train_iters}; use at most {self.train_iters}"
             )
+        if 0 < self.vocab_size < VOCAB_SIZE:
+            found.append(
+                f"vocab_size={self.vocab_size} is less than the {VOCAB_SIZE} bytes that text is made of; use {VOCAB_SIZE} or more"
+            )
         if self.context_parallel_size > 1:
             found.append(f"context_parallel_size={self.context_parallel_size}: its attention is not built yet; use 1")
         return found
@@ -168,6 +176,15 @@ class Options:
         if n > 1 and name not in ("interleaved", "zb-v"):
             return [f"{field}: schedule={name} has one chunk a rank; use --vpp 1 or --schedule interleaved"]
         return []
+
+    def _dry_run_faults(self) -> list[str]:
+        if not self.dry_run:
+            given = {"world_size": self.world_size is not None, "rank": self.rank != 0}
+            return [f"{name} is for --dry-run; torchrun says it otherwise" for name, there in given.items() if there]
+        size = self.world_size or 0
+        if size < 1:
+            return [f"world_size={self.world_size} must be at least 1 in a dry run, e.g. --world-size 1024"]
+        return [] if 0 <= self.rank < size else [f"rank={self.rank} must lie in 0..{size - 1}, as world_size={size}"]
 
     def _comparison_faults(self) -> list[str]:
         """Dropout masks that depend on the tensor-parallel index have no twin in one process."""

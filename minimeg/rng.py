@@ -51,7 +51,10 @@ class Key:
         """A fresh generator that is seeded by this key alone."""
         name = "/".join(map(str, (self.seed, self.stream, self.step, self.microbatch, self.layer, self.call, self.tp)))
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-        return torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)  # 63 bits: manual_seed is signed
+        real = (
+            "cpu" if torch.device(device).type == "meta" else device
+        )  # a dry run draws nothing, but wants a generator
+        return torch.Generator(real).manual_seed(int.from_bytes(digest, "big") >> 1)  # 63 bits: manual_seed is signed
 
 
 def dropout_mask(

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from minimeg.arguments import parse
 from minimeg.comparison import compare_with_single_process
 from minimeg.data import TextDataset, fingerprint, load_text
+from minimeg.dry_run import dry_run, imagine, report
 from minimeg.faults import BOX, Fault, watch
 from minimeg.loop import History, train
 from minimeg.models.generate import generate
@@ -42,6 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             time.sleep(1)  # torchrun ends all at the first exit: let the one that speaks be first
         return 2
+    if options.dry_run:
+        with imagine(options, options.rank, options.world_size or 1) as state:
+            print(report(dry_run(options, state, dataset)))
+        return 0
     _limit_threads()
     state = initialize_model_parallel(
         options.tensor_model_parallel_size,
@@ -68,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _prepare(options: Options) -> TextDataset:
     """Everything that can be refused without talking to anybody. ValueError with all faults."""
-    faults = options.faults(world_size_of_environment())
+    faults = options.faults((options.dry_run and options.world_size) or world_size_of_environment())
     dataset = None
     try:
         Fault.from_environment(world_size_of_environment())

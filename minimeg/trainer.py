@@ -12,6 +12,7 @@ a run is compared with its single-process twin (comparison.py).
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from minimeg.comm import phase
 from minimeg.data import MicroBatch, TextDataset
 from minimeg.data_parallel import GradientReducer
 from minimeg.faults import BOX
+from minimeg.meta import number
 from minimeg.models.gpt import GPT
 from minimeg.optimizer import CosineSchedule, Optimizer
 from minimeg.options import Options
@@ -48,13 +50,16 @@ class Trainer:
         self.schedule, self.evaluation = options.training_schedule(world), options.evaluation_schedule(world)
         dtype = getattr(torch, options.dtype)
         stages = self.schedule.stages * self.schedule.chunks
-        self.chunks = [
-            GPT(options.config, state.tp, self.schedule.virtual_stage(state.pp.rank, c), stages, options.seed)
-            for c in range(self.schedule.chunks)
-        ]
+        dry = state.device.type == "meta"
+        with state.device if dry else nullcontext():  # a dry run allocates no weights
+            self.chunks = [
+                GPT(options.config, state.tp, self.schedule.virtual_stage(state.pp.rank, c), stages, options.seed)
+                for c in range(self.schedule.chunks)
+            ]
         for chunk in self.chunks:
             chunk.to(state.device, dtype)
-        initialise(self.chunks, options.seed)
+        if not dry:
+            initialise(self.chunks, options.seed)
         self.reducer = GradientReducer(self.chunks, state)
         self.optimizer = Optimizer(
             self.chunks,
@@ -68,11 +73,11 @@ class Trainer:
     def step(self, step: int, recorder: Recorder | None = None) -> StepReport:
         """One optimizer step, counted from 0. Collective over all ranks."""
         BOX.enter("data", step)
-        microbatches = self._to_device(self.dataset.microbatches(step, seed=self.options.seed, **self._batch_layout()))
+        microbatches = self.dataset.microbatches(step, seed=self.options.seed, **self._batch_layout())
         result = run(
             self.schedule,
             self.chunks,
-            microbatches,
+            self._to_device(microbatches),
             group=self.state.pp,
             loss=self.chunks[-1].loss,
             normaliser=self._valid_tokens(microbatches),
@@ -94,15 +99,14 @@ class Trainer:
             chunk.eval()
         total = 0.0
         for iteration in range(self.options.eval_iters):
-            microbatches = self._to_device(self.dataset.valid_microbatches(iteration, **self._batch_layout()))
-            normaliser = self._valid_tokens(microbatches)
+            microbatches = self.dataset.valid_microbatches(iteration, **self._batch_layout())
             result = run(
                 self.evaluation,
                 self.chunks,
-                microbatches,
+                self._to_device(microbatches),
                 group=self.state.pp,
                 loss=self.chunks[-1].loss,
-                normaliser=normaliser,
+                normaliser=self._valid_tokens(microbatches),
             )
             total += self._over_data_parallel(result.loss)
         for chunk in self.chunks:
@@ -121,9 +125,11 @@ class Trainer:
         return [microbatch.to(self.state.device) for microbatch in microbatches]
 
     def _valid_tokens(self, microbatches: list[MicroBatch]) -> float:
-        mine = torch.tensor(sum(mb.valid_tokens for mb in microbatches), device=self.state.device, dtype=torch.float64)
+        mine = torch.tensor(sum(mb.valid_tokens for mb in microbatches), dtype=torch.float64)
+        if self.state.device.type != "meta":  # counts stay real in a dry run
+            mine = mine.to(self.state.device)
         return self._over_data_parallel(mine)
 
     def _over_data_parallel(self, share: Tensor) -> float:
         with phase("loss"):
-            return float(self.state.dp_cp.all_reduce(share))
+            return number(self.state.dp_cp.all_reduce(share))

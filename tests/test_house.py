@@ -68,7 +68,7 @@ LIFETIME = [
     "_get_default_store",
     "rendezvous",
 ]
-MAKERS = {"comm.py", "parallel_state.py", "train.py", "lab/groups.py"}
+MAKERS = {"dry_run.py", "comm.py", "parallel_state.py", "train.py", "lab/groups.py"}
 
 
 def tree_of(path: Path) -> ast.Module:

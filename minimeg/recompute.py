@@ -26,6 +26,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -102,7 +103,8 @@ class Recompute:
         """``consumer(function(*args, **kwargs))``, keeping neither what ``function`` saves nor its result, one tensor.
 
         For a cheap function before an expensive one that saves its input: a norm before a linear. Backward runs ``function`` again,
-        not ``consumer``, which is an ordinary part of the graph. (Megatron-LM: ``CheckpointWithoutOutput``.)
+        not ``consumer``, which is an ordinary part of the graph: what else it saves is kept, inside another recomputed block too.
+        (Megatron-LM: ``CheckpointWithoutOutput``.)
         """
         if not torch.is_grad_enabled():
             return consumer(function(*args, **kwargs))
@@ -256,11 +258,13 @@ class _Block:
         return [f"saved tensor {position} of {len(self.slots)}: {difference}"] if difference else []
 
     def explain(self, faults: list[str]) -> str:
-        name = getattr(self.function, "__qualname__", type(self.function).__qualname__)
+        function = self.function.func if isinstance(self.function, partial) else self.function
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        where = f" ({self.surroundings.label})" if self.surroundings.label else ""
         lines = "".join(f"\n  {fault}" for fault in faults)
         return (
-            f"{name} does not do the same again, so its gradient would be wrong:{lines}\nUsual causes: a generator that is not in "
-            "streams, a buffer or a Python variable that the block itself changes, a branch on something that has changed since."
+            f"{name}{where} does not do the same again, so its gradient would be wrong:{lines}\nUsual causes: a generator that is "
+            "not in streams, a buffer or a Python variable that the block itself changes, a branch on something that has changed since."
         )
 
 

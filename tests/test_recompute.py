@@ -1024,3 +1024,89 @@ def test_a_recompute_object_can_be_copied_and_used_again() -> None:
         x = inputs()
         how(torch.sin, x).sum().backward()
         assert torch.equal(x.grad, x.detach().cos())
+
+
+# ---- into: what the block returns is forgotten as well ---------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_no_collector")
+@pytest.mark.parametrize("check", [False, True])
+def test_into_forgets_the_result_that_a_consumer_saves(check: bool) -> None:
+    norm, linear = nn.LayerNorm(6).double(), nn.Linear(6, 6).double()
+    runs: list[str] = []
+    watched: list[weakref.ref[Any]] = []
+
+    def normed(x: Tensor) -> Tensor:
+        runs.append("norm")
+        y = F.dropout(norm(x), 0.5)
+        watched.append(weakref.ref(y.untyped_storage()))
+        return y
+
+    def consume(y: Tensor) -> Tensor:
+        runs.append("linear")
+        return linear(y).exp() * linear(y)  # saves y twice, and results of its own
+
+    found = []
+    for how in (None, Recompute(check=check)):
+        torch.manual_seed(1)
+        runs.clear()
+        watched.clear()
+        norm.zero_grad()
+        linear.zero_grad()
+        x = inputs()
+        with activation_memory() as m:
+            y = consume(normed(x)) if how is None else how.into(consume, normed, x)
+            assert runs == ["norm", "linear"]
+            if how is None:
+                kept = m.live
+            elif not check:
+                assert kept - m.live == 192 + 192 + 2 * 4 * 8  # the result, the dropout's mask, the norm's statistics
+                assert watched[0]() is None, "nobody holds it"
+            y.sum().backward()
+        assert m.live == 0
+        # The consumer is not run again. It asks twice: what was handed over the first time is made anew.
+        assert runs == ["norm", "linear", *([] if how is None else ["norm", "norm"])]
+        found.append([y, x.grad, *(p.grad for p in (*norm.parameters(), *linear.parameters())), torch.get_rng_state()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_into_without_a_consumer_that_saves() -> None:
+    """Nobody asks for the result: what the block itself saved is still replayed; without grad mode nothing is."""
+    x = inputs()
+    Recompute().into(lambda y: y + 1, lambda x: x.sin().exp(), x).sum().backward()
+    expected = inputs()
+    (expected.sin().exp() + 1).sum().backward()
+    assert torch.equal(x.grad, expected.grad)
+    with torch.no_grad():
+        assert not Recompute().into(torch.exp, torch.sin, x).requires_grad
+
+
+def test_into_takes_only_the_result_itself() -> None:
+    """A view of it, or the result changed in place, is another tensor: it is kept as it is."""
+    for change in (lambda y: y[:2], lambda y: y.t(), lambda y: y.mul_(2), lambda y: y.clone()):
+        grads = []
+        for run in (lambda consumer, f, x: consumer(f(x)), Recompute().into):
+            x = inputs()
+            run(lambda y, change=change: change(y).sin().exp(), lambda x: x * 3, x).sum().backward()
+            grads.append(x.grad)
+        assert torch.equal(*grads)
+
+
+def test_into_inside_a_block_and_around_one() -> None:
+    norm, first, second = nn.LayerNorm(6).double(), Block(), Block()
+
+    def plain_run(x: Tensor) -> Tensor:
+        return second(first(norm(x)))
+
+    def nested(x: Tensor, how: Recompute) -> Tensor:
+        return how.into(lambda y: second(how(first, y)), norm, x)
+
+    parameters = [p for module in (norm, first, second) for p in module.parameters()]
+    grads = []
+    for how in (None, Recompute(), Recompute(check=True)):
+        torch.manual_seed(5)
+        x = inputs()
+        y = plain_run(x) if how is None else how(nested, x, how)
+        grads.append(torch.autograd.grad(y.sum(), [x, *parameters]))
+    for other in grads[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(grads[0], other, strict=True))

@@ -24,7 +24,7 @@ VOLATILE = {
     "a time": re.compile(r"\b\d+(\.\d+)? ?(s|ms|µs|us|ns|seconds?|minutes?|it/s)\b(?!\[)|\b\d\d:\d\d:\d\d\b"),
     "a process id": re.compile(r"\bpid\b", re.IGNORECASE),
     "a warning": re.compile(r"\w+Warning\b"),
-    "the last digits of a float": re.compile(r"(?<!\d)\d\.\d{8,}"),
+    "the last digits of a float": re.compile(r"(?<!\d)\d\.\d{8,}|\d\.\d{3,}e-\d+"),
 }
 
 
@@ -144,6 +144,7 @@ def test_the_guard_finds_each_fault() -> None:
         "at 12:30:01",
         "UserWarning: careful",
         "0.91629073187",
+        "got 2.88658e-15",
         "worker pid 17",
     ],
 )

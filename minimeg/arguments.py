@@ -14,9 +14,6 @@ from minimeg.options import DEVICES, DTYPES, OPTIMIZERS, Options
 
 # Flags of rooms that are not built yet: known by name, so that they are refused by name and never silently ignored.
 NOT_BUILT = {
-    "--recompute-granularity": "activation recomputation in train.py",
-    "--recompute-method": "activation recomputation in train.py",
-    "--recompute-num-layers": "activation recomputation in train.py",
     "--save": "checkpoints",
     "--load": "checkpoints",
     "--save-interval": "checkpoints",
@@ -83,6 +80,29 @@ SECTIONS: dict[str, list[Flag]] = {
         Flag("--device", "auto: a GPU if there is one", choices=DEVICES, metavar=None),
         Flag("--timeout", "seconds until a waiting rank gives up", metavar="S"),
     ],
+    "activations": [
+        Flag("--recompute-granularity", "full: groups of layers; selective: modules of a layer", type=str, metavar="G"),
+        Flag(
+            "--recompute-method",
+            "of full: uniform (default), groups of k layers; block, the first k layers of each chunk one by one",
+            type=str,
+            metavar="M",
+        ),
+        Flag("--recompute-num-layers", "k; default 1", type=int, metavar="N"),
+        Flag(
+            "--recompute-modules",
+            "of selective: any of core_attn, mlp, layernorm",
+            nargs="+",
+            type=str,
+            metavar="MODULE",
+        ),
+        Flag(
+            "--recompute-keep-microbatches",
+            "of the micro-batches in flight on a rank so many keep everything and are not recomputed",
+        ),
+        Flag("--distribute-saved-activations", "of full: each tensor-parallel rank keeps 1/t of a group's input"),
+        Flag("--check-recompute", "compare all that a replay saves with the forward's, and say what differs"),
+    ],
     "output": [
         Flag("--log-interval", "steps between two lines of a log"),
         Flag("--eval-interval", "steps between two validations; 0: only at the end"),
@@ -132,5 +152,6 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     unbuilt = [flag for flag in NOT_BUILT if flag[2:].replace("-", "_") in values]
     if unbuilt:
         the_parser.error("; ".join(f"{flag}: {NOT_BUILT[flag]} is not built yet, leave it out" for flag in unbuilt))
-    values["data_path"] = tuple(values["data_path"])
+    for name in ("data_path", "recompute_modules"):
+        values[name] = tuple(values[name])
     return Options(**values)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 from tqdm import tqdm
@@ -49,15 +49,7 @@ def compare_with_single_process(
 
     Not collective: one rank calls it, the others may be gone.
     """
-    alone = replace(
-        options,
-        tensor_model_parallel_size=1,
-        pipeline_model_parallel_size=1,
-        virtual_pipeline_model_parallel_size=1,
-        sequence_parallel=False,
-        schedule=None,
-    )
-    trainer = Trainer(alone, single_process(device), dataset)
+    trainer = Trainer(options.in_one_process(), single_process(device), dataset)
     steps = tqdm(range(len(losses)), "one process", disable=not sys.stderr.isatty(), leave=False)
     twin_losses = [trainer.step(step).loss for step in steps]
     twin = full_state(trainer.chunks, trainer.state)

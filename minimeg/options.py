@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minimeg.data import VOCAB_SIZE, microbatch_count
 from minimeg.grid import Grid
 from minimeg.models.config import GPTConfig
+from minimeg.models.recomputation import Recomputation
 from minimeg.schedule import Schedule, build, forward_only
 
 DTYPES = ("float32", "float64", "bfloat16")
@@ -52,6 +53,13 @@ class Options:
     attention_dropout: float = 0.0
     whole_dropout_masks: bool = False
     untie_embeddings_and_output_weights: bool = False
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    recompute_keep_microbatches: int = 0
+    distribute_saved_activations: bool = False
+    check_recompute: bool = False
     eval_interval: int = 0
     eval_iters: int = 4
     log_interval: int = 10
@@ -79,6 +87,34 @@ class Options:
             tied=not self.untie_embeddings_and_output_weights,
             sequence_parallel=self.sequence_parallel,
             whole_dropout_masks=self.whole_dropout_masks,
+        )
+
+    @property
+    def recomputation(self) -> Recomputation:
+        """Which micro-batches are left alone follows from the schedule and the rank: the trainer's part."""
+        return Recomputation(
+            self.recompute_granularity,
+            self.recompute_method,
+            self.recompute_num_layers,
+            self.recompute_modules,
+            self.distribute_saved_activations,
+            self.check_recompute,
+        )
+
+    def in_one_process(self) -> Options:
+        """The same training without any parallelism or recomputation."""
+        return replace(
+            self,
+            tensor_model_parallel_size=1,
+            pipeline_model_parallel_size=1,
+            virtual_pipeline_model_parallel_size=1,
+            sequence_parallel=False,
+            schedule=None,
+            **{
+                name: getattr(Options, name)
+                for name in vars(self)
+                if "recompute" in name or "saved_activations" in name
+            },
         )
 
     @property
@@ -122,6 +158,7 @@ class Options:
         chunks = 2 if self.schedule_name == "zb-v" else n
         # The model's name for the longest sequence is not the flag's.
         found += [fault.replace("max_sequence_length", "seq_length") for fault in self.config.faults(t, p * chunks)]
+        found += self.recomputation.faults(self.num_layers, t, self.sequence_parallel)
         layout = _fault_of(lambda: Grid(world_size, tp=t, cp=self.context_parallel_size, pp=p))
         found += layout
         if not layout:
@@ -140,7 +177,7 @@ class Options:
         for name in positive.split():
             if getattr(self, name) < 1:
                 found.append(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("eval_interval", "lr_warmup_iters", "sample"):
+        for name in ("eval_interval", "lr_warmup_iters", "sample", "recompute_keep_microbatches"):
             if (getattr(self, name) or 0) < 0:
                 found.append(f"{name}={getattr(self, name)} must be at least 0")
         for name in ("min_lr", "weight_decay", "clip_grad", "peak_tflops"):
@@ -152,6 +189,11 @@ class Options:
         for name, legal in (("dtype", DTYPES), ("optimizer", OPTIMIZERS), ("device", DEVICES)):
             if getattr(self, name) not in legal:
                 found.append(f"{name}={getattr(self, name)} is unknown; use one of {', '.join(legal)}")
+        if self.recompute_keep_microbatches > 0 and self.recompute_granularity is None:
+            found.append(
+                f"recompute_keep_microbatches={self.recompute_keep_microbatches} needs a recompute_granularity, full or selective: "
+                "without one all keep everything"
+            )
         if self.min_lr > self.lr > 0:
             found.append(f"min_lr={self.min_lr} exceeds lr={self.lr}; use at most {self.lr}")
         if self.warmup > self.train_iters > 0:

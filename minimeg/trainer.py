@@ -13,7 +13,7 @@ a run is compared with its single-process twin (comparison.py).
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from minimeg.data_parallel import GradientReducer
 from minimeg.faults import BOX
 from minimeg.meta import number
 from minimeg.models.gpt import GPT
+from minimeg.models.recomputation import sliding_window
 from minimeg.optimizer import CosineSchedule, Optimizer
 from minimeg.options import Options
 from minimeg.parallel_state import ParallelState
@@ -49,13 +50,9 @@ class Trainer:
         world = state.grid.world_size
         self.schedule, self.evaluation = options.training_schedule(world), options.evaluation_schedule(world)
         dtype = getattr(torch, options.dtype)
-        stages = self.schedule.stages * self.schedule.chunks
         dry = state.device.type == "meta"
         with state.device if dry else nullcontext():  # a dry run allocates no weights
-            self.chunks = [
-                GPT(options.config, state.tp, self.schedule.virtual_stage(state.pp.rank, c), stages, options.seed)
-                for c in range(self.schedule.chunks)
-            ]
+            self.chunks = [self._chunk(c) for c in range(self.schedule.chunks)]
         for chunk in self.chunks:
             chunk.to(state.device, dtype)
         if not dry:
@@ -69,6 +66,15 @@ class Trainer:
             max_norm=options.clip_grad,
         )
         self.learning_rate = CosineSchedule(options.lr, options.min_lr, options.warmup, options.train_iters)
+
+    def _chunk(self, chunk: int) -> GPT:
+        schedule, options, rank = self.schedule, self.options, self.state.pp.rank
+        # Decided before anything runs: which of this rank's micro-batches will find room to keep everything.
+        window = sliding_window(schedule, rank, options.recompute_keep_microbatches)[chunk]
+        first = self.state.dp.rank * schedule.microbatches  # their index is that in the global batch
+        recomputation = replace(options.recomputation, kept=frozenset(first + i for i in window))
+        stage = schedule.virtual_stage(rank, chunk)
+        return GPT(options.config, self.state.tp, stage, schedule.virtual_stages, options.seed, recomputation)
 
     def step(self, step: int, recorder: Recorder | None = None) -> StepReport:
         """One optimizer step, counted from 0. Collective over all ranks."""

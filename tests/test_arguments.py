@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,28 @@ BAD: list[tuple[int, dict[str, Any], list[str]]] = [
         },
         ["compare_with_single_process", "sequence_parallel", "hidden_dropout=0.2", "--hidden-dropout 0"],
     ),
+    # recomputation
+    (1, {"recompute_granularity": "some"}, ["recompute_granularity=some", "full, selective"]),
+    (1, {"recompute_granularity": "full", "recompute_method": "rows"}, ["recompute_method=rows", "uniform, block"]),
+    (1, {"recompute_granularity": "full", "recompute_num_layers": 0}, ["recompute_num_layers=0", "1..4"]),
+    (1, {"recompute_granularity": "full", "recompute_num_layers": 5}, ["recompute_num_layers=5", "1..4"]),
+    (1, {"recompute_method": "block"}, ["recompute_method=block", "recompute_granularity=full"]),
+    (1, {"recompute_granularity": "selective", "recompute_num_layers": 2}, ["recompute_num_layers=2", "recompute_granularity=full"]),
+    (1, {"recompute_granularity": "selective", "recompute_modules": ("moe",)}, ["recompute_modules=moe", "core_attn, mlp, layernorm"]),
+    (1, {"recompute_granularity": "full", "recompute_modules": ("mlp",)}, ["recompute_modules=mlp", "recompute_granularity=selective"]),
+    (1, {"recompute_granularity": "full", "recompute_keep_microbatches": -1}, ["recompute_keep_microbatches=-1", "at least 0"]),
+    (1, {"recompute_keep_microbatches": 2}, ["recompute_keep_microbatches=2", "recompute_granularity"]),
+    (2, {"tensor_model_parallel_size": 2, "distribute_saved_activations": True}, ["distribute_saved_activations", "granularity=full"]),
+    (1, {"recompute_granularity": "full", "distribute_saved_activations": True}, ["distribute_saved_activations", "tp=1"]),
+    (
+        2,
+        {
+            "tensor_model_parallel_size": 2, "sequence_parallel": True, "recompute_granularity": "full",
+            "distribute_saved_activations": True,
+        },
+        ["distribute_saved_activations", "sequence_parallel"],
+    ),
+    (1, {"check_recompute": True}, ["check_recompute", "full or selective"]),
     # output
     (1, {"eval_iters": 0}, ["eval_iters=0", "at least 1"]),
     (1, {"eval_interval": -1}, ["eval_interval=-1", "at least 0"]),
@@ -149,6 +171,9 @@ def arguments_of(options: dict[str, Any]) -> list[str]:
     found = []
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
+        if isinstance(value, tuple):
+            found += [flag, *value]
+            continue
         found += [flag] if value is True else [f"{flag}={value}"]
     return found
 
@@ -270,6 +295,15 @@ def test_bad_flags_are_refused_by_name(
                 "sequence_parallel": True, "whole_dropout_masks": True, "compare_with_single_process": True,
             },
         ),
+        (1, {"recompute_granularity": "full", "recompute_num_layers": 3, "check_recompute": True}),
+        (
+            2,
+            {
+                "tensor_model_parallel_size": 2, "recompute_granularity": "full", "recompute_method": "block",
+                "distribute_saved_activations": True, "recompute_keep_microbatches": 2,
+            },
+        ),
+        (1, {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp", "layernorm")}),
         (1, {"attention_dropout": 0.1, "sequence_parallel": True, "hidden_dropout": 0.1, "compare_with_single_process": True}),
     ],
 )  # fmt: skip
@@ -299,6 +333,10 @@ def test_flags_and_aliases_fill_the_options() -> None:
         context_parallel_size=5, sequence_parallel=True, data_path=("a", "b"), trace=Path("t.svg"), lr=0.5,
         dtype="float64", seed=9,
     )  # fmt: skip
+    recompute = "--recompute-granularity selective --recompute-modules mlp layernorm --check-recompute"
+    assert parse(recompute.split()) == Options(
+        recompute_granularity="selective", recompute_modules=("mlp", "layernorm"), check_recompute=True
+    )
     flags = {flag for action in parser()._actions for flag in action.option_strings}
     assert {"--" + field.name.replace("_", "-") for field in fields(Options)} <= flags, "every option has its flag"
     assert set(NOT_BUILT) <= flags
@@ -313,6 +351,12 @@ def test_names_follow_from_the_layout() -> None:
     assert options.microbatches(12) == 4
     assert (options.training_schedule(12).stages, options.training_schedule(12).microbatches) == (2, 4)
     placed = Options(pipeline_model_parallel_size=2, schedule="zb-v")
+    everything = replace(
+        options, sequence_parallel=True, schedule="gpipe", recompute_granularity="full", recompute_method="block",
+        recompute_num_layers=2, recompute_modules=("mlp",), recompute_keep_microbatches=1,
+        distribute_saved_activations=True, check_recompute=True,
+    )  # fmt: skip
+    assert everything.in_one_process() == Options(global_batch_size=24)
     training, evaluation = placed.training_schedule(2), placed.evaluation_schedule(2)
     assert (evaluation.placement, evaluation.chunks) == (training.placement, training.chunks) == ("v", 2)
     assert {action.kind for rank in evaluation.ranks for action in rank} == {"F"}

@@ -9,6 +9,7 @@ See it run: ``python -m minimeg.train --run-dir out/run --eval-interval 20``.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -109,8 +110,8 @@ class Progress:
 
     def say(self, line: str) -> None:
         if self.talks:
-            tqdm.write(line)
-            sys.stdout.flush()
+            with tqdm.external_write_mode():
+                tell(line)
 
     def __enter__(self) -> Progress:
         return self
@@ -119,6 +120,14 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.bar.close()
+
+
+def tell(text: str) -> None:
+    """Print, or go on in silence when nobody reads any more (``| head``, a closed terminal): a run left alone must not die of it."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def measured_above_simulated(measured: Timeline) -> str:

@@ -105,13 +105,13 @@ def pick_device(local_rank: int, local_world_size: int, device: str = "auto") ->
     return chosen, "gloo", True
 
 
+_LAUNCH = "start with python -m torch.distributed.run --nproc-per-node N ..., or unset WORLD_SIZE for a single process"
+
+
 def _environment(name: str, default: int | None) -> int:
     value = os.environ.get(name)
     if value is None and default is None:
-        raise ValueError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']} but {name} is not set: start with "
-            "python -m torch.distributed.run --nproc-per-node N ..., or unset WORLD_SIZE for a single process"
-        )
+        raise ValueError(f"WORLD_SIZE={os.environ.get('WORLD_SIZE', 1)} but {name} is not set: {_LAUNCH}")
     try:
         return int(value) if value is not None else int(default or 0)
     except ValueError:
@@ -203,7 +203,12 @@ def _start(world_size: int, backend: str, timeout: timedelta) -> None:
         # A single process needs no rendezvous, and so no free port.
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    _environment("RANK", None)
+    rank = _environment("RANK", None)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"RANK={rank} must lie in 0..{world_size - 1}, since WORLD_SIZE={world_size}")
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ValueError(f"WORLD_SIZE={world_size}, but {' and '.join(missing)} not set; {_LAUNCH}")
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "29500")
     try:
         store, rank, size = next(rendezvous("env://", timeout=timeout))

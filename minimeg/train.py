@@ -23,7 +23,7 @@ from minimeg.comparison import compare_with_single_process
 from minimeg.data import TextDataset, fingerprint, load_text
 from minimeg.dry_run import dry_run, imagine, report
 from minimeg.faults import BOX, Fault, watch
-from minimeg.loop import History, train
+from minimeg.loop import History, tell, train
 from minimeg.models.generate import generate
 from minimeg.options import Options
 from minimeg.parallel_state import ParallelState, initialize_model_parallel, world_size_of_environment
@@ -45,22 +45,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if options.dry_run:
         with imagine(options, options.rank, options.world_size or 1) as state:
-            print(report(dry_run(options, state, dataset)))
+            tell(report(dry_run(options, state, dataset)))
         return 0
     _limit_threads()
-    state = initialize_model_parallel(
-        options.tensor_model_parallel_size,
-        options.pipeline_model_parallel_size,
-        options.context_parallel_size,
-        timeout_seconds=options.timeout,
-        device=options.device,
-    )
+    try:
+        state = initialize_model_parallel(
+            options.tensor_model_parallel_size,
+            options.pipeline_model_parallel_size,
+            options.context_parallel_size,
+            timeout_seconds=options.timeout,
+            device=options.device,
+        )
+    except (ValueError, ConnectionError) as error:  # the environment, the device, the port
+        print(f"minimeg.train: error: {error}", file=sys.stderr, flush=True)
+        return 2
     talks = state.rank == 0
     with watch(state, silence=min(20.0, options.timeout)):
         _require_same_text(dataset, state)
         trainer = Trainer(options, state, dataset)
         if talks:
-            print(_describe(options, state))
+            tell(_describe(options, state))
         history = train(trainer, talks)
         BOX.enter("gather")
         needs_model = options.sample or options.compare_with_single_process
@@ -127,15 +131,15 @@ def _conclude(
     twin: tuple[float, ...] = ()
     if options.sample:
         text = generate(options.config, parameters, "def ", options.sample, seed=options.seed)
-        print(f"a sample of {options.sample} characters:\n{'-' * 72}\n{text}\n{'-' * 72}")
+        tell(f"a sample of {options.sample} characters:\n{'-' * 72}\n{text}\n{'-' * 72}")
     if options.compare_with_single_process:
         verdict = compare_with_single_process(options, dataset, losses, parameters, device)
         passed, twin = verdict.passed, verdict.losses
-        print(verdict.text, flush=True)
+        tell(verdict.text)
     if options.loss_curve:
         loss_curve(options.loss_curve, losses, history.validation, twin, f"{options.schedule_name}, {options.dtype}")
     for path in filter(None, (options.loss_curve, options.trace)):
-        print(f"drawn: {path}")
+        tell(f"drawn: {path}")
     return 0 if passed else 1
 
 

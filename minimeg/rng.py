@@ -21,6 +21,8 @@ See it run: ``notebooks/11_recomputation.ipynb``.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,4 +90,31 @@ def dropout(
     if p == 0 or key is None:
         return x
     mask = dropout_mask(x.shape, p, key, x.device, group=group, dim=dim, whole=whole)
+    for seen in _RECORDS:
+        seen.append((key, mask))
     return x * mask * (1 / (1 - p))  # autograd keeps the mask only
+
+
+# ---- who draws alike? ----------------------------------------------------------------------------------------------------------
+
+_RECORDS: list[list[tuple[Key, Tensor]]] = []
+
+
+@contextmanager
+def recorded_masks() -> Iterator[list[tuple[Key, Tensor]]]:
+    """Every mask that this process draws until the block ends, replays included, in order, each with its key (tp left at 0)."""
+    seen: list[tuple[Key, Tensor]] = []
+    _RECORDS.append(seen)
+    try:
+        yield seen
+    finally:
+        _RECORDS[:] = [other for other in _RECORDS if other is not seen]
+
+
+def agreement(mask: Tensor, group: Group) -> list[list[float]]:
+    """In which part of its elements does each rank's mask agree with each other rank's? Collective; masks of equal size.
+
+    1 for the same mask; for independent ones p^2 + (1 - p)^2, which is 1/2 at p = 0.5 and 0.82 at p = 0.1.
+    """
+    everyone = group.all_gather(mask.flatten().to(torch.uint8)).view(group.size, -1)
+    return [[float((one == other).double().mean()) for other in everyone] for one in everyone]

@@ -13,7 +13,10 @@ import re
 import textwrap
 from html import unescape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from minimeg.lab.pages import Page
 
 
 def show_source(*objects: Any) -> None:
@@ -30,17 +33,20 @@ def show_source(*objects: Any) -> None:
     page.display(page.Markdown("\n\n".join(parts)))
 
 
-def show_picture(svg: str, caption: str | None = None) -> None:
-    """Show SVG text and, beneath it, its description (or ``caption`` instead; "" for none)."""
+def show_picture(picture: str | Page, caption: str | None = None) -> None:
+    """Show SVG text and its description (or ``caption`` instead; "" for none) beneath it; of a page, the lines beneath it."""
     from IPython import display
 
     page: Any = display
+    svg, lines = (picture, ()) if isinstance(picture, str) else (picture.svg, picture.lines)
     page.display(page.SVG(svg))
-    if caption is None:
+    if caption is None and not lines:
         found = re.search(r"<desc>(.*?)</desc>", svg, re.DOTALL)
         caption = unescape(found[1]) if found else ""
     if caption:
         page.display(page.Markdown(f"*{caption}*"))
+    if lines:
+        print("\n".join(lines))
 
 
 def _name_in_package(file: Path) -> str:

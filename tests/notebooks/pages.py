@@ -184,6 +184,7 @@ class _Mutation(ast.NodeTransformer):
 
 # ---- bringing a notebook up to date --------------------------------------------------------------------------------------------
 
+WIDGET = "application/vnd.jupyter.widget-view+json"
 BADGES = re.compile(r"^\[!\[.*$", re.MULTILINE)
 ADDRESS = re.compile(r"git\+https://github\.com/[^\s\"']+")
 INSTALL = """\
@@ -232,6 +233,7 @@ def tidy(page: Any) -> None:
         for output in merged:
             if "metadata" in output:
                 output.metadata = {}
+            output.get("data", {}).pop(WIDGET, None)  # its id is random, and only a running kernel can show it
         cell.outputs = merged
 
 

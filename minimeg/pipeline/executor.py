@@ -32,6 +32,7 @@ from minimeg.comm import Group, Pending, phase
 from minimeg.faults import BOX
 from minimeg.linear import WeightGradientStore
 from minimeg.pipeline.recorder import Recorder
+from minimeg.pipeline.stash import Stash, stash_faults
 from minimeg.schedule import Action, Schedule, Transfer, plan, prove
 from minimeg.schedule.messages import Free, Recv, Run, Send, Step
 
@@ -62,12 +63,14 @@ class Result:
         actions: what this rank executed, in order.
         peak_in_flight: most (chunk, micro-batch) pairs at once whose forward was done and whose last backward was not.
         peak_sends: most messages at once that this rank had sent and not freed.
+        weight_versions: most versions of its weights that a chunk held at once; 1 unless the schedule updates while it runs.
     """
 
     loss: Tensor
     actions: tuple[Action, ...]
     peak_in_flight: int
     peak_sends: int
+    weight_versions: int = 1
 
 
 @lru_cache(maxsize=64)
@@ -97,15 +100,20 @@ def run(
         loss: (output of the last virtual stage, micro-batch) -> scalar, the *sum* over the valid tokens.
         normaliser: the loss is divided by it; the number of valid tokens in the whole global batch.
         on_gradients_ready: called with a chunk's number once its last backward is done.
-        learning_rate: for the schedules that update while they run (PipeDream); None for all others.
+        learning_rate: of plain SGD, for the schedules that update while they run (PipeDream, 2BW); None for all others.
 
     Raises:
         ScheduleError: the schedule is not proven; nothing has been sent.
         ValueError: sizes that do not fit, all faults in one message; nothing has been sent.
     """
-    _check(schedule, chunks, microbatches, group, normaliser, learning_rate)
+    _check(schedule, chunks, microbatches, group, normaliser, learning_rate, reduces=on_gradients_ready is not None)
     steps = _proven_plan(schedule)[group.rank]
-    executor = _Executor(schedule, chunks, microbatches, group, loss, normaliser, on_gradients_ready, recorder)
+    stashes: list[Stash] = []
+    if learning_rate is not None:
+        stashes = [
+            Stash(chunk, schedule.updates, schedule.stages, schedule.microbatches, learning_rate) for chunk in chunks
+        ]
+    executor = _Executor(schedule, chunks, microbatches, group, loss, normaliser, on_gradients_ready, recorder, stashes)
     return executor.run(steps)
 
 
@@ -116,6 +124,7 @@ def _check(
     group: Group,
     normaliser: float | Tensor,
     learning_rate: float | None,
+    reduces: bool,
 ) -> None:
     faults = []
     if group.size != schedule.stages:
@@ -126,7 +135,9 @@ def _check(
         faults.append(f"the schedule wants {schedule.microbatches} micro-batches, got {len(microbatches)}")
     if not float(normaliser) > 0:
         faults.append(f"normaliser must be positive, got {float(normaliser)}; it counts the valid tokens of the batch")
-    if schedule.updates == "flush" and learning_rate is not None:
+    if schedule.updates != "flush":
+        faults += stash_faults(list(chunks), schedule.stages, learning_rate, reduces)
+    elif learning_rate is not None:
         faults.append(
             "learning_rate is for schedules that update while they run; leave it out and step an optimizer after run"
         )
@@ -146,6 +157,7 @@ class _Executor:
     normaliser: float | Tensor
     on_gradients_ready: Callable[[int], None] | None
     recorder: Recorder | None
+    stashes: Sequence[Stash]
     actions: list[Action] = field(default_factory=list)
     receives: dict[Action, Pending] = field(default_factory=dict)  # by the action that will use the message
     handed_over: dict[Action, Tensor] = field(default_factory=dict)  # the same, between chunks of this rank
@@ -175,7 +187,10 @@ class _Executor:
             self._attach([None] * len(self.chunks))
         for store in self.stores:
             store.require_empty()
-        return Result(self._loss_everywhere(), tuple(self.actions), self.peak_in_flight, self.peak_sends)
+        for stash in self.stashes:
+            stash.finish()
+        versions = max((stash.peak_versions for stash in self.stashes), default=1)
+        return Result(self._loss_everywhere(), tuple(self.actions), self.peak_in_flight, self.peak_sends, versions)
 
     def _carry_out(self, step: Step) -> None:
         match step:
@@ -204,7 +219,10 @@ class _Executor:
         with torch.set_grad_enabled(self.trains):
             if x is not None and self.trains:
                 self.inputs[slot] = x.requires_grad_()
-            output = self.chunks[action.chunk](x, microbatch)
+            if self.stashes:
+                output = self.stashes[action.chunk].forward(action.microbatch, x, microbatch)
+            else:
+                output = self.chunks[action.chunk](x, microbatch)
             if self._is_last(action.chunk):
                 output = self.loss(output, microbatch) / self.normaliser  # the logits are dropped here
                 self.total += output.detach()
@@ -224,6 +242,8 @@ class _Executor:
             torch.autograd.backward((root,), None if grad is None else (grad,))
         if store:
             store.stop()
+        if self.stashes:
+            self.stashes[action.chunk].backward_done(action.microbatch)
         if not self._is_first(action.chunk):
             x = self.inputs.pop(slot)
             self._hand_on(action, torch.zeros_like(x) if x.grad is None else x.grad, -1)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,46 +31,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from minimeg.comm import Group, Pending, phase
 from minimeg.faults import BOX
 from minimeg.linear import WeightGradientStore
+from minimeg.memory import label
+from minimeg.pipeline.interface import Result, Shape, check
 from minimeg.pipeline.recorder import Recorder
-from minimeg.pipeline.stash import Stash, stash_faults
+from minimeg.pipeline.stash import Stash
 from minimeg.schedule import Action, Schedule, Transfer, plan, prove
 from minimeg.schedule.messages import Free, Recv, Run, Send, Step
 
-Shape = tuple[tuple[int, ...], torch.dtype]
 Slot = tuple[int, int]  # (chunk, micro-batch)
 _PHASES = {"F": "forward", "B": "backward", "W": "weight gradients"}
-
-
-class Stage(Protocol):
-    """What a chunk must offer: a module of one virtual stage."""
-
-    def __call__(self, x: Tensor | None, microbatch: Any) -> Tensor:
-        """x is None on the first virtual stage, which reads the micro-batch itself."""
-
-    def input_shape(self, microbatch: Any) -> Shape:
-        """Shape and dtype of x."""
-
-    def output_shape(self, microbatch: Any) -> Shape:
-        """Shape and dtype of what the call returns (not asked of the last virtual stage)."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run did.
-
-    Attributes:
-        loss: sum of the micro-batches' losses / normaliser, the same number on every rank of the pipeline.
-        actions: what this rank executed, in order.
-        peak_in_flight: most (chunk, micro-batch) pairs at once whose forward was done and whose last backward was not.
-        peak_sends: most messages at once that this rank had sent and not freed.
-        weight_versions: most versions of its weights that a chunk held at once; 1 unless the schedule updates while it runs.
-    """
-
-    loss: Tensor
-    actions: tuple[Action, ...]
-    peak_in_flight: int
-    peak_sends: int
-    weight_versions: int = 1
 
 
 @lru_cache(maxsize=64)
@@ -95,7 +64,7 @@ def run(
     """Execute this rank's part of a schedule. Every rank of ``group`` calls it; gradients add to ``param.grad``.
 
     Args:
-        chunks: this rank's n modules (see :class:`Stage`); chunk c is virtual stage ``schedule.virtual_stage(rank, c)``.
+        chunks: this rank's n modules (see ``Stage``); chunk c is virtual stage ``schedule.virtual_stage(rank, c)``.
         microbatches: all m of the step, the same list on every rank of the pipeline. Lengths may differ between them.
         loss: (output of the last virtual stage, micro-batch) -> scalar, the *sum* over the valid tokens.
         normaliser: the loss is divided by it; the number of valid tokens in the whole global batch.
@@ -106,7 +75,7 @@ def run(
         ScheduleError: the schedule is not proven; nothing has been sent.
         ValueError: sizes that do not fit, all faults in one message; nothing has been sent.
     """
-    _check(schedule, chunks, microbatches, group, normaliser, learning_rate, reduces=on_gradients_ready is not None)
+    check(schedule, chunks, microbatches, group, normaliser, learning_rate, reduces=on_gradients_ready is not None)
     steps = _proven_plan(schedule)[group.rank]
     stashes: list[Stash] = []
     if learning_rate is not None:
@@ -115,34 +84,6 @@ def run(
         ]
     executor = _Executor(schedule, chunks, microbatches, group, loss, normaliser, on_gradients_ready, recorder, stashes)
     return executor.run(steps)
-
-
-def _check(
-    schedule: Schedule,
-    chunks: Sequence[Any],
-    microbatches: Sequence[Any],
-    group: Group,
-    normaliser: float | Tensor,
-    learning_rate: float | None,
-    reduces: bool,
-) -> None:
-    faults = []
-    if group.size != schedule.stages:
-        faults.append(f"the schedule has {schedule.stages} stages, but the group {group.name} has {group.size} ranks")
-    if len(chunks) != schedule.chunks:
-        faults.append(f"the schedule wants {schedule.chunks} chunks a rank, got {len(chunks)}")
-    if len(microbatches) != schedule.microbatches:
-        faults.append(f"the schedule wants {schedule.microbatches} micro-batches, got {len(microbatches)}")
-    if not float(normaliser) > 0:
-        faults.append(f"normaliser must be positive, got {float(normaliser)}; it counts the valid tokens of the batch")
-    if schedule.updates != "flush":
-        faults += stash_faults(list(chunks), schedule.stages, learning_rate, reduces)
-    elif learning_rate is not None:
-        faults.append(
-            "learning_rate is for schedules that update while they run; leave it out and step an optimizer after run"
-        )
-    if faults:
-        raise ValueError(f"cannot run {schedule.name}:\n  " + "\n  ".join(faults))
 
 
 @dataclass
@@ -202,7 +143,10 @@ class _Executor:
             case Run(action):
                 message = self._take(action)  # waiting is no part of the action: a recorded timeline shows it as idle
                 BOX.enter(_PHASES[action.kind] if self.trains else "evaluation")
-                with self.recorder.action(action) if self.recorder else nullcontext():
+                with (
+                    label(f"micro-batch {action.microbatch}"),
+                    self.recorder.action(action) if self.recorder else nullcontext(),
+                ):
                     {"F": self._forward, "B": self._backward, "W": self._weights}[action.kind](action, message)
                 self._after(action)
             case Send(transfer):
@@ -238,12 +182,17 @@ class _Executor:
         store = self.stores[action.chunk] if self.stores else None
         if store:
             store.record(action.microbatch)
-        if root is not None:
-            torch.autograd.backward((root,), None if grad is None else (grad,))
+
+        def backward() -> None:
+            if root is not None:
+                torch.autograd.backward((root,), None if grad is None else (grad,))
+
+        if self.stashes:
+            self.stashes[action.chunk].backward(action.microbatch, backward)
+        else:
+            backward()
         if store:
             store.stop()
-        if self.stashes:
-            self.stashes[action.chunk].backward_done(action.microbatch)
         if not self._is_first(action.chunk):
             x = self.inputs.pop(slot)
             self._hand_on(action, torch.zeros_like(x) if x.grad is None else x.grad, -1)

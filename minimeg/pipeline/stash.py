@@ -16,6 +16,7 @@ See it run: ``notebooks/08_pipedream.ipynb``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +26,17 @@ from torch.func import functional_call
 from minimeg.parameter import named_shards
 
 Version = dict[str, Tensor]  # the chunk's parameters by their name in the module
+
+
+class _Call(nn.Module):
+    """``functional_call`` swaps the weights of a module while its forward runs; this one's forward does whatever is asked."""
+
+    def __init__(self, chunk: nn.Module) -> None:
+        super().__init__()
+        self.chunk = chunk
+
+    def forward(self, do: Callable[[], Any]) -> Any:
+        return do()
 
 
 class Stash:
@@ -50,6 +62,7 @@ class Stash:
         self.gradient: dict[str, Tensor] = {}
         self.peak_versions = 1
         self._leaves: dict[int, Version] = {}
+        self._call = _Call(chunk)
 
     def forward(self, index: int, x: Tensor | None, microbatch: Any) -> Tensor:
         """The chunk's output for micro-batch ``index`` under the version that is its own."""
@@ -62,11 +75,13 @@ class Stash:
         self._leaves[index] = (
             weights  # of its own, so that the gradients of micro-batches do not mix; no memory is copied
         )
-        output: Tensor = functional_call(self.chunk, weights, (x, microbatch))
+        output: Tensor = self._under(index, lambda: self.chunk(x, microbatch))
         return output
 
-    def backward_done(self, index: int) -> None:
-        """Take the gradient of micro-batch ``index``; when its group is complete, make the next version."""
+    def backward(self, index: int, backward: Callable[[], None]) -> None:
+        """Call ``backward`` under the version of the forward (recomputation runs the chunk again), and take the gradient of
+        micro-batch ``index``; when its group is complete, make the next version."""
+        self._under(index, backward)
         del self.used_by[index]
         for name, leaf in self._leaves.pop(index).items():
             if leaf.grad is not None:
@@ -74,6 +89,10 @@ class Stash:
         if (index + 1) % self.accumulate == 0 or index == self.last:
             self._update()
         self._forget(after=index)
+
+    def _under(self, index: int, do: Callable[[], Any]) -> Any:
+        weights = {f"chunk.{name}": weight for name, weight in self._leaves[index].items()}
+        return functional_call(self._call, weights, (do,))
 
     def _update(self) -> None:
         weights = self.versions[self.newest]

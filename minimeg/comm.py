@@ -119,20 +119,26 @@ class Group:
 
         On gloo it is an all-to-all and a local sum: gloo's own reduce-scatter takes 2 to 3 times as long.
         """
+        return self.reduce_scatter_async(x, dim).wait()
+
+    def reduce_scatter_async(self, x: Tensor, dim: int = 0) -> Pending:
+        """Like :meth:`reduce_scatter`, but returns at once."""
         self._check_divisible(x, dim, "reduce_scatter")
         if self.size == 1:
-            return self._private_copy(x)
+            return Pending(None, self._private_copy(x))
         slices = self._send_buffer(torch.stack(self._detached(x).chunk(self.size, dim)))  # [t, ..., n, ...]
+        nccl = dist.get_backend(self.handle) == "nccl"
+        received = slices.new_empty(slices.shape[1:] if nccl else slices.shape)
         with self._watch("reduce_scatter", x, _bytes(x)) as entry:
-            if dist.get_backend(self.handle) == "nccl":
-                total = slices.new_empty(slices.shape[1:])
-                _reduce_scatter_single(total.view(-1), slices.view(-1), group=self.handle)
+            if nccl:
+                work = _reduce_scatter_single(received.view(-1), slices.view(-1), group=self.handle, async_op=True)
             else:
-                received = torch.empty_like(slices)
-                dist.all_to_all_single(received, slices, group=self.handle)
-                total = received.sum(0, dtype=x.dtype)
-            RECORDER.finish(entry)
-        return total.to(x.device)
+                work = dist.all_to_all_single(received, slices, group=self.handle, async_op=True)
+
+        def result() -> Tensor:
+            return (received if nccl else received.sum(0, dtype=x.dtype)).to(x.device)
+
+        return self._pending(entry, work, result)
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
         """Cut ``x`` along ``split_dim``, give piece j to rank j, join what arrives along ``concat_dim``.

@@ -71,8 +71,8 @@ class WeightGradientStore:
 
 
 def accumulate(param: nn.Parameter, grad: Tensor) -> None:
-    """Add to ``param.grad`` as autograd would: the first gradient is taken over, later ones are added in order."""
-    param.grad = grad if param.grad is None else param.grad.add_(grad)
+    """Add to ``param.grad`` as autograd would: the first gradient is taken over, later ones are added in order, in ``grad_dtype``."""
+    param.grad = grad.to(param.grad_dtype) if param.grad is None else param.grad.add_(grad)
 
 
 class _Linear(Function):

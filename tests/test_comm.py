@@ -55,6 +55,7 @@ def operations(g: Group) -> dict[str, tuple[Callable[[Tensor], Tensor], Callable
             lambda x, d=dim: g.reduce_scatter(x, d),
             lambda xs, d=dim: sum(xs).chunk(t, d)[r],
         )
+    found["reduce_scatter_async"] = (lambda x: g.reduce_scatter_async(x).wait(), lambda xs: sum(xs).chunk(t)[r])
     for a, b in ((0, 2), (2, 0), (0, 0), (0, 1), (-1, 1)):
         found[f"all_to_all {a} {b}"] = (
             lambda x, a=a, b=b: g.all_to_all(x, a, b),

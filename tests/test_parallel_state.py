@@ -221,7 +221,7 @@ def show(name: str) -> list[str]:
 
 
 def test_demos(ranks: Any) -> None:
-    for name, n in (("groups", 4), ("f_and_g", 4), ("linears", 2)):
+    for name, n in (("groups", 4), ("f_and_g", 4), ("linears", 2), ("pipeline", 4)):
         lines, *others = ranks(n, show, name)
         assert others == [[]] * (n - 1), "one rank speaks for all"
         if name == "groups":
@@ -235,6 +235,12 @@ def test_demos(ranks: Any) -> None:
         if name == "linears":
             assert lines.count("    sum + bias    [[5.0, 103.0], [9.0, 111.0]]") == 2
             assert "one process       [[5.0, 103.0], [9.0, 111.0]]" in lines
+        if name == "pipeline":
+            assert lines[0].endswith("= 504")  # 4! * 21
+            assert [line.split()[3] for line in lines[1:]] == ["504", "252", "168", "126"]
+            assert [line.split()[5] for line in lines[1:]] == ["4", "3", "2", "1"], "1F1B: p - r in flight"
+            assert [line.split()[7] for line in lines[1:]] == ["6", "12", "12", "6"]
+            assert lines[4].endswith("F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 F0.3 B0.3 F0.4 B0.4 F0.5 B0.5")
 
 
 def test_a_script_that_just_ends_ends_cleanly() -> None:

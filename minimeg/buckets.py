@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +75,7 @@ class Bucket:
         ends = [0]
         for param, _ in self.members:
             ends.append(ends[-1] + param.numel())
-        self.spans = list(zip(ends[:-1], ends[1:], strict=True))
+        self.spans = list(pairwise(ends))
         first = self.members[0][0]
         padded = -(-ends[-1] // self.parts) * self.parts
         self.buffer = torch.zeros(padded, dtype=wide(first.dtype), device=first.device)
@@ -131,9 +132,9 @@ def cut_into_buckets(parameters: Sequence[NamedParameter], elements: int, parts:
 
     A tied weight is alone. Those that are summed over tp first come last: they wait for the whole backward, and nobody for them.
     """
-    ordered = sorted(reversed(parameters), key=lambda item: item[1].partial_over_tp)
+    backwards = list(reversed(parameters))
     found: list[list[NamedParameter]] = []
-    for param, shard in ordered:
+    for param, shard in sorted(backwards, key=lambda item: item[1].partial_over_tp):
         if found and _joins(found[-1], param, shard, elements):
             found[-1].append((param, shard))
         else:

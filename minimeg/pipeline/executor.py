@@ -58,6 +58,7 @@ def run(
     loss: Callable[[Tensor, Any], Tensor],
     normaliser: float | Tensor,
     on_gradients_ready: Callable[[int], None] | None = None,
+    before_last_backward: Callable[[int], None] | None = None,
     learning_rate: float | None = None,
     recorder: Recorder | None = None,
 ) -> Result:
@@ -69,6 +70,7 @@ def run(
         loss: (output of the last virtual stage, micro-batch) -> scalar, the *sum* over the valid tokens.
         normaliser: the loss is divided by it; the number of valid tokens in the whole global batch.
         on_gradients_ready: called with a chunk's number once its last backward is done.
+        before_last_backward: called with a chunk's number when that backward begins; not where weight gradients come after it.
         learning_rate: of plain SGD, for the schedules that update while they run (PipeDream, 2BW); None for all others.
 
     Raises:
@@ -82,7 +84,18 @@ def run(
         stashes = [
             Stash(chunk, schedule.updates, schedule.stages, schedule.microbatches, learning_rate) for chunk in chunks
         ]
-    executor = _Executor(schedule, chunks, microbatches, group, loss, normaliser, on_gradients_ready, recorder, stashes)
+    executor = _Executor(
+        schedule,
+        chunks,
+        microbatches,
+        group,
+        loss,
+        normaliser,
+        on_gradients_ready,
+        before_last_backward,
+        recorder,
+        stashes,
+    )
     return executor.run(steps)
 
 
@@ -97,6 +110,7 @@ class _Executor:
     loss: Callable[[Tensor, Any], Tensor]
     normaliser: float | Tensor
     on_gradients_ready: Callable[[int], None] | None
+    before_last_backward: Callable[[int], None] | None
     recorder: Recorder | None
     stashes: Sequence[Stash]
     actions: list[Action] = field(default_factory=list)

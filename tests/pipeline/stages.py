@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,6 +44,14 @@ class Live:
     def __init__(self) -> None:
         self.held: dict[tuple[int, int], int] = {}
         self.peak = 0
+        self.outputs: list[weakref.ref[Tensor]] = []
+        self.kept_outputs = 0
+
+    def see(self, output: Tensor) -> Tensor:
+        """Of the outputs before this one none may be alive: what was sent is let go, and the logits are dropped."""
+        self.kept_outputs = max(self.kept_outputs, sum(earlier() is not None for earlier in self.outputs))
+        self.outputs.append(weakref.ref(output))
+        return output
 
     @contextmanager
     def watch(self, slot: tuple[int, int]) -> Iterator[None]:
@@ -89,7 +98,7 @@ class Block(nn.Module):
         if self.live is None:
             return torch.tanh(self.linear(x)) * self.scale
         with self.live.watch((self.number, sample.index)):
-            return torch.tanh(self.linear(x)) * self.scale
+            return self.live.see(torch.tanh(self.linear(x)) * self.scale)
 
 
 def loss(output: Tensor, sample: Sample) -> Tensor:

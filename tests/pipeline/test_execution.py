@@ -74,6 +74,8 @@ def execute(schedule: Schedule, group: Group, unequal: bool = False) -> list[str
     proven = prove(schedule).peak_in_flight[group.rank]
     if not live.peak <= result.peak_in_flight == proven:
         faults.append(f"held {live.peak} micro-batches, counted {result.peak_in_flight}, proven {proven}")
+    if live.kept_outputs:
+        faults.append(f"{live.kept_outputs} outputs were alive after they had been handed on")
     if live.held:
         faults.append(f"activations of {sorted(live.held)} are alive after the step")
     if sorted(chunk for chunk, _ in ready) != list(range(schedule.chunks)):

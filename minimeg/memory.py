@@ -25,7 +25,7 @@ See it run: ``notebooks/11_recomputation.ipynb``.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -55,7 +55,7 @@ class SavedTensor:
     @property
     def statistic(self) -> bool:
         """One number a row: the mean or the deviation of a norm, [s, b, 1]."""
-        return len(self.shape) > 1 and self.shape[-1] == 1
+        return len(self.shape) > 1 and self.shape[-1] == 1 and self.dtype.is_floating_point
 
 
 class Bytes(NamedTuple):
@@ -108,15 +108,17 @@ class ActivationMemory:
 
     def modules(self, depth: int | None = None) -> dict[str, Bytes]:
         """Live and peak of each module, by the innermost one that was running; names cut after ``depth`` parts if given."""
-        return self._grouped([".".join(saved.module.split(".")[:depth]) for _, saved in self._changes])
+        return self.grouped(lambda saved: ".".join(saved.module.split(".")[:depth]))
 
     def labels(self) -> dict[str, Bytes]:
         """Live and peak of each label. A label's peak is its own: it need not fall together with the others'."""
-        return self._grouped([saved.label for _, saved in self._changes])
+        return self.grouped(lambda saved: saved.label)
 
-    def _grouped(self, names: list[str]) -> dict[str, Bytes]:
+    def grouped(self, name_of: Callable[[SavedTensor], str]) -> dict[str, Bytes]:
+        """Live and peak of each group of tensors, the groups named as you like."""
         groups: dict[str, Bytes] = defaultdict(lambda: Bytes(0, 0))
-        for name, (sign, saved) in zip(names, self._changes, strict=True):
+        for sign, saved in self._changes:
+            name = name_of(saved)
             live = groups[name].live + sign * saved.nbytes
             groups[name] = Bytes(live, max(groups[name].peak, live))
         return dict(groups)

@@ -96,6 +96,23 @@ class OutputLayer(ShardedModule):
         return linear(x, weight, None, self.group, input_gradient=how, store=self.weight_gradients)
 
 
+class Layers(nn.ModuleDict):
+    """The transformer layers of one chunk, one after the other, in the groups that recomputation makes. [s, b, h] -> [s, b, h]."""
+
+    def forward(self, x: Tensor, causal_bias: Tensor, key: Key | None, plan: Plan) -> Tensor:
+        layers = list(self.values())
+
+        def run(x: Tensor, group: range) -> Tensor:
+            for index in group:
+                x = layers[index](x, causal_bias, key, plan)
+            return x
+
+        for group, again in plan.groups(len(layers)):
+            # The bias by closure, not as an argument: a recomputed block keeps its arguments, and the bias is there anyway.
+            x = plan.group(again, partial(run, group=group), x)
+        return x
+
+
 class GPT(nn.Module):
     """One virtual stage of the model; with ``virtual_stages=1``, all of it.
 
@@ -128,7 +145,7 @@ class GPT(nn.Module):
                 words = self.embedding.word_embeddings
                 words.set_shard("weight", replace(words.own_shards()["weight"], tied=True))
         indices = layers_of(virtual_stage, virtual_stages, config.num_layers)
-        self.layers = nn.ModuleDict({str(i): TransformerLayer(config, group, i) for i in indices})
+        self.layers = Layers({str(i): TransformerLayer(config, group, i) for i in indices})
         if self.is_last:
             self.final_layernorm = LayerNorm(
                 config.hidden_size, group=group, sequence_parallel=config.sequence_parallel
@@ -160,25 +177,12 @@ class GPT(nn.Module):
             if self.is_first:
                 x = self.embedding(microbatch.tokens.t(), key)
             assert x is not None, "only the first virtual stage reads the tokens; the others are given x"
-            x = self._run_layers(x, key, self.recomputation.of(microbatch.index, self.group))
+            x = self.layers(x, self.causal_bias, key, self.recomputation.of(microbatch.index, self.group))
             if self.is_last:
                 shared = self.embedding.word_embeddings.weight if self.config.tied and self.is_first else None
                 x = self.output_layer(self.final_layernorm(x), shared)
         out: Tensor = x
         return out
-
-    def _run_layers(self, x: Tensor, key: Key | None, plan: Plan) -> Tensor:
-        layers = list(self.layers.values())
-
-        def run(x: Tensor, group: range) -> Tensor:
-            for index in group:
-                x = layers[index](x, self.causal_bias, key, plan)
-            return x
-
-        for group, again in plan.groups(len(layers)):
-            # Not as arguments but by closure: a recomputed block keeps its arguments, and the bias is there anyway.
-            x = plan.group(again, partial(run, group=group), x)
-        return x
 
     def loss(self, logits: Tensor, microbatch: MicroBatch) -> Tensor:
         """Sum of the valid tokens' losses (not the mean: the caller divides by the count over the whole batch). Scalar."""

@@ -1,0 +1,52 @@
+"""A row of the table, as text and as JSON (docs/benchmarks.json, from which the site's page is made)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tests.benchmarks.timing import Spread
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting and all who ran it.
+
+    Attributes:
+        section: key of the benchmark, e.g. "sleeping".
+        values: by contender, "ours" among them; in ``unit``.
+        ratios: by name, e.g. "ours / torch", formed within each round.
+        equal: what was compared in the same run and found equal. A row is only made where it was.
+        reach: the bound that was set, in words; ``met``: whether it was reached, None where there is no bound.
+        notes: what a reader should know, e.g. a contender that is not installed.
+    """
+
+    section: str
+    setting: str
+    unit: str
+    values: dict[str, Spread]
+    ratios: dict[str, Spread] = field(default_factory=dict)
+    equal: str = ""
+    reach: str = ""
+    met: bool | None = None
+    notes: str = ""
+
+
+def lines(row: Row) -> Iterable[str]:
+    """The row as it is printed: the setting, then one line a contender, one a ratio, and the verdict."""
+    yield f"{row.setting}"
+    for name, value in row.values.items():
+        yield f"    {name:<28} {value.median:8.3f} {row.unit:<7} [{value.low:.3f} .. {value.high:.3f}]  least {value.minimum:.3f}"
+    for name, value in row.ratios.items():
+        yield f"    {name:<28} {value.median:8.3f} x       [{value.low:.3f} .. {value.high:.3f}]"
+    if row.reach:
+        yield f"    reach: {row.reach}: {'n/a' if row.met is None else 'yes' if row.met else 'NO'}"
+    if row.equal:
+        yield f"    equal: {row.equal}"
+    if row.notes:
+        yield f"    {row.notes}"
+
+
+def as_json(row: Row) -> dict[str, Any]:
+    return asdict(row)

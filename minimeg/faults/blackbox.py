@@ -47,6 +47,10 @@ PHASES = (
     "optimizer",
     "evaluation",
     "gather",
+    "shard write",
+    "manifest",
+    "rename",
+    "prune",
 )
 
 Memory = bytearray | mmap

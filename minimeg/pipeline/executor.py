@@ -140,12 +140,22 @@ class _Executor:
                 self._carry_out(step)
         finally:
             self._attach([None] * len(self.chunks))
+        self._require_nothing_left()
         for store in self.stores:
             store.require_empty()
         for stash in self.stashes:
             stash.finish()
         versions = max((stash.peak_versions for stash in self.stashes), default=1)
         return Result(self._loss_everywhere(), tuple(self.actions), self.peak_in_flight, self.peak_sends, versions)
+
+    def _require_nothing_left(self) -> None:
+        left = [
+            name for name in ("receives", "handed_over", "outbox", "sends", "inputs", "roots") if getattr(self, name)
+        ]
+        if left:
+            raise RuntimeError(
+                f"{self.schedule.name}: {', '.join(left)} not empty at the end of the step: something was lost"
+            )
 
     def _carry_out(self, step: Step) -> None:
         match step:

@@ -13,16 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minimeg.data import MicroBatch
+from minimeg.data import MicroBatch, TextDataset, encode
 from minimeg.data_parallel import GradientReducer
 from minimeg.models.config import GPTConfig
 from minimeg.models.gpt import GPT
 from minimeg.models.recomputation import NOTHING, Plan, Recomputation, sliding_window, window_that_fits
+from minimeg.options import Options
 from minimeg.parallel_state import ParallelState, initialize_model_parallel, single_process
 from minimeg.parameter import initialise, load_full_state
 from minimeg.pipeline import run
 from minimeg.recompute import Recompute, checkpoint
 from minimeg.schedule import Schedule, build, prove
+from minimeg.trainer import Trainer
 from tests.pipeline.layouts import Layout, global_batch, initial_state, normaliser
 
 # ---- gradients: none, selective, full -------------------------------------------------------------------------------------------
@@ -202,6 +204,37 @@ def test_some_micro_batches_are_recomputed(run_on_ranks: Any, layout: Layout) ->
         ran = [mlps for _, mlps in found]
         assert ran == sorted(ran, reverse=True)
         assert ran[0] == 2 * ran[-1]
+
+
+def trainer_steps(options: Options) -> tuple[int, int]:
+    """Place in the pipeline, and runs of an MLP in one training step."""
+    state = initialize_model_parallel(options.tensor_model_parallel_size, options.pipeline_model_parallel_size)
+    trainer = Trainer(options, state, TextDataset(encode("0123456789" * 400), options.seq_length))
+    with counted(trainer.chunks) as counts:
+        trainer.step(0)
+        ran = counts["mlp"]
+        trainer.evaluate()
+        assert counts["mlp"] - ran == options.eval_iters * ran_once(trainer), "nothing is recomputed in evaluation"
+    return state.pp.rank, ran
+
+
+def ran_once(trainer: Trainer) -> int:
+    return sum(len(chunk.layers) for chunk in trainer.chunks) * trainer.schedule.microbatches
+
+
+def test_the_trainer_keeps_what_the_window_says_on_every_data_parallel_rank(ranks: Any) -> None:
+    """Micro-batches are known by their index in the global batch, the window by their order in the schedule."""
+    options = Options(
+        pipeline_model_parallel_size=2, num_layers=4, hidden_size=16, seq_length=16, micro_batch_size=1,
+        global_batch_size=10, recompute_granularity="full", recompute_keep_microbatches=1, eval_iters=1,
+    )  # fmt: skip
+    schedule = options.training_schedule(4)
+    for rank, ran in ranks(4, trainer_steps, options):
+        (kept,) = sliding_window(schedule, rank, 1)
+        assert 0 < len(kept) <= 5
+        assert ran == 2 * (5 + 5 - len(kept))
+    for _, ran in ranks(4, trainer_steps, replace(options, recompute_granularity=None, recompute_keep_microbatches=0)):
+        assert ran == 2 * 5
 
 
 # ---- CASES 32 and 33 on the model itself -----------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from minimeg.buckets import Bucket, Piece, cut_into_buckets
 from minimeg.comm import Pending, phase
 from minimeg.parallel_state import ParallelState
-from minimeg.parameter import named_shards
+from minimeg.parameter import Shard, named_shards
 
 # Large enough that latency does not count, small enough to begin while others are still computed.
 BUCKET_ELEMENTS = 4_000_000
@@ -66,7 +66,7 @@ class GradientReducer:
     bucket_elements: int = BUCKET_ELEMENTS
     use_distributed_optimizer: bool = False
     buckets: list[list[Bucket]] = field(init=False)  # by chunk, in the order in which they leave
-    largest: dict[str, Tensor] = field(default_factory=dict, init=False)  # |gradient| by name, of this rank alone
+    largest: list[tuple[Shard, Tensor]] = field(default_factory=list, init=False)  # |gradient|, of this rank alone
 
     def __post_init__(self) -> None:
         parts = self.state.dp_cp.size if self.use_distributed_optimizer else 1
@@ -150,7 +150,7 @@ class GradientReducer:
         bucket.attach()
         for (_, shard), view in zip(bucket.members, bucket.views, strict=True):
             # After the sums nobody can tell whose NaN it was.
-            self.largest[shard.name] = torch.linalg.vector_norm(view, torch.inf)
+            self.largest.append((shard, torch.linalg.vector_norm(view, torch.inf)))
         with phase("gradients"):
             if bucket.partial:
                 bucket.buffer.copy_(self.state.tp.all_reduce(bucket.buffer))

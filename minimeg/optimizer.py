@@ -1,30 +1,39 @@
-"""One global norm, one clipping factor, one learning rate: the optimizer over a model that nobody holds whole.
+"""One norm, one clipping factor, one learning rate: the optimizer over a model that nobody holds whole.
 
-The update itself is torch's AdamW or SGD, on this rank's shards. What parallelism adds:
+The update itself is torch's AdamW or SGD. What it is given, for each piece (all of a parameter, or this rank's range of it):
 
-* **The norm** of all gradients together. A sharded parameter contributes from every tp rank, a replicated one once, the copy of a tied
-  one not at all. Each parameter's sum of squares is collected under its global name and added in the order of names, in float64, so
-  that the result does not depend on the layout. One all-reduce of as many numbers as there are parameters.
-* **The clipping factor** is the same on every rank; stages that clip by their own norm train another model (torchtitan issue 596).
-* **Half precision**: parameters in bf16 are copies of float32 main parameters, which are what AdamW updates: 1 + 1/256 is 1 in bf16.
+    main        what is updated: the parameter's own memory, or float32 values beside one in half precision (1 + 1/256 is 1 in bf16)
+    gradient    divided by the loss scale, times the clipping factor: the same one on every rank; stages that clip by their own norm
+                train another model (torchtitan issue 596)
 
-Megatron-LM: ``get_grad_norm_fp32``, ``clip_grad_by_total_norm_fp32``, ``Float16OptimizerWithFloat16Params``.
+Then half-precision parameters are rounded from their main values, and under ZeRO the ranks exchange what each has updated (zero.py).
+A step whose gradients are not finite is taken by no rank (gradient_norm.py, precision.py).
+
+Megatron-LM: ``Float16OptimizerWithFloat16Params``, ``DistributedOptimizer``.
 See it run: ``notebooks/12_data_parallelism.ipynb``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from minimeg.comm import phase
-from minimeg.meta import numbers
+from minimeg.buckets import Piece, wide
+from minimeg.data_parallel import GradientReducer
+from minimeg.gradient_norm import GradientNorm, clip_factor
 from minimeg.parallel_state import ParallelState
-from minimeg.parameter import Shard, named_shards
+from minimeg.parameter import modules_of, named_shards
+from minimeg.precision import ON_NONFINITE, LossScaler, NonFiniteError
+from minimeg.zero import ModelStates, gather_parameters, model_states
+
+__all__ = ["CosineSchedule", "GradientNorm", "Optimizer", "StatePiece", "clip_factor"]
+
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}
 
 
 @dataclass(frozen=True)
@@ -47,39 +56,31 @@ class CosineSchedule:
         return self.minimum + (self.maximum - self.minimum) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-class GradientNorm:
-    """The 2-norm of all gradients of the whole model. Build it once (collective); call it once a step (collective)."""
+@dataclass(frozen=True, eq=False)
+class StatePiece:
+    """Optimizer state of the elements [start, end) of a parameter's flattened local shard. ``tensor`` is alive: write to load.
 
-    def __init__(self, model: nn.Module | Iterable[nn.Module], state: ParallelState) -> None:
-        self.state = state
-        self.parameters = [(param, shard) for _, param, shard in named_shards(model) if shard.tied_to is None]
-        everywhere = state.pp.all_gather_json([shard.name for _, shard in self.parameters])
-        names = sorted(name for stage in everywhere for name in stage)
-        self.position = {name: i for i, name in enumerate(names)}
+    Its shape is that of the shard where the piece is all of it, else [end - start].
+    """
 
-    def __call__(self) -> float:
-        """The norm, the same number on every rank of tp x pp (and of dp, once gradients are reduced)."""
-        squares = torch.zeros(len(self.position), dtype=torch.float64, device=self.state.device)
-        for param, shard in self.parameters:
-            if param.grad is not None and self._counts_here(shard):
-                squares[self.position[shard.name]] = param.grad.double().square().sum()
-        with phase("norm"):
-            squares = self.state.mp.all_reduce(squares)
-        return math.sqrt(math.fsum(numbers(squares)))
-
-    def _counts_here(self, shard: Shard) -> bool:
-        return shard.dim is not None or self.state.tp.rank == 0
-
-
-def clip_factor(norm: float, max_norm: float) -> float:
-    """max_norm / (norm + 1e-6) where the norm is too large, else 1. max_norm 0: never clip."""
-    return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
+    tensor: Tensor
+    start: int
+    end: int
 
 
 class Optimizer:
-    """AdamW or SGD over this rank's parameters, with clipping by the global norm and float32 main parameters where needed.
+    """AdamW or SGD over this rank's pieces, with clipping by the global norm. Weight decay applies to matrices only.
 
-    Weight decay applies to matrices, not to biases and norms.
+    Args:
+        max_norm: clip gradients to this norm; 0: never.
+        reducer: the one that sums these gradients. It decides what this rank steps (ZeRO-1), and its buffers are cleared in place.
+        scaler: of the loss; None: one with its defaults for fp16 parameters, none for others.
+        on_nonfinite: "stop" raises NonFiniteError on all ranks where a loss or a gradient is not finite, "skip" leaves the step out.
+            An overflow that the scaler can answer by a smaller scale is always skipped.
+
+    Attributes:
+        attempts, updates: steps called, and those of them that were taken.
+        skipped: why the last step was not taken; None if it was.
     """
 
     def __init__(
@@ -92,42 +93,146 @@ class Optimizer:
         max_norm: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
+        reducer: GradientReducer | None = None,
+        scaler: LossScaler | None = None,
+        on_nonfinite: str = "stop",
     ) -> None:
-        if kind not in ("adamw", "sgd"):
+        if kind not in MOMENTS:
             raise ValueError(f'optimizer must be "adamw" or "sgd", got {kind!r}')
-        chunks = [model] if isinstance(model, nn.Module) else list(model)
-        self.norm, self.max_norm = GradientNorm(chunks, state), max_norm
-        self.parameters = [param for _, param, _ in named_shards(chunks)]
-        self.main = [_main_copy(param) for param in self.parameters]
+        if on_nonfinite not in ON_NONFINITE:
+            raise ValueError(f'on_nonfinite must be "stop" or "skip", got {on_nonfinite!r}')
+        chunks = modules_of(model)
+        self.kind, self.max_norm, self.reducer, self.on_nonfinite = kind, max_norm, reducer, on_nonfinite
+        self.norm = GradientNorm(chunks, state, reducer)
+        trained = [Piece.all_of(param, shard) for _, param, shard in named_shards(chunks) if param.requires_grad]
+        self.pieces = trained if reducer is None else reducer.pieces()
+        if scaler is None and any(piece.param.dtype == torch.float16 for piece in trained):
+            scaler = LossScaler()
+        self.scaler, self.attempts, self.updates = scaler, 0, 0
+        self.skipped: str | None = None
+        self.main = [_main_values(piece) for piece in self.pieces]
+        self.update = self._torch_optimizer(weight_decay, betas, eps)
+
+    def _torch_optimizer(self, weight_decay: float, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
+        matrices: dict[bool, list[Tensor]] = {True: [], False: []}
+        for piece, main in zip(self.pieces, self.main, strict=True):
+            matrices[piece.param.dim() >= 2].append(main)
         groups = [
-            {"params": [p for p in self.main if p.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in self.main if p.dim() < 2], "weight_decay": 0.0},
+            {"params": mains, "weight_decay": weight_decay if matrix else 0.0}
+            for matrix, mains in matrices.items()
+            if mains
         ]
-        groups = [group for group in groups if group["params"]]
-        self.update: torch.optim.Optimizer = (
-            torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps)
-            if kind == "adamw"
-            else torch.optim.SGD(groups, lr=0.0)
-        )
+        if not groups:  # more ranks than elements: nothing to step here, but torch wants something
+            groups = [{"params": [torch.zeros(0)], "weight_decay": 0.0}]
+        if self.kind == "sgd":
+            return torch.optim.SGD(groups, lr=0.0)
+        update = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps)
+        for main in self.main:  # now and not at the first step: what a checkpoint loads into must be there
+            moments = {name: torch.zeros_like(main) for name in MOMENTS["adamw"]}
+            update.state[main] = {"step": torch.tensor(0.0), **moments}
+        return update
+
+    @property
+    def loss_scale(self) -> float:
+        """Divide the loss's normaliser by it before a step, and the reported loss after."""
+        return 1.0 if self.scaler is None else self.scaler.scale
 
     @torch.no_grad()
-    def step(self, learning_rate: float) -> float:
-        """Clip, update, and forget the gradients. Returns the norm before clipping."""
-        norm = self.norm()
-        factor = clip_factor(norm, self.max_norm)
-        for param, main in zip(self.parameters, self.main, strict=True):
-            grad = torch.zeros_like(param) if param.grad is None else param.grad
-            main.grad = (grad * factor if factor < 1 else grad).to(main.dtype)
+    def step(self, learning_rate: float, loss: Tensor | float | None = None) -> float:
+        """Clip, update, and forget the gradients; or skip. Collective over all ranks. Returns the norm before clipping.
+
+        Args:
+            loss: this rank's; if it is not finite on some rank, no rank takes the step.
+
+        Raises:
+            NonFiniteError: on all ranks alike; no parameter and no state has changed.
+        """
+        survey = self.norm.survey(loss)
+        norm = survey.norm / self.loss_scale
+        self.skipped = None
+        if survey.finite:
+            self._take(learning_rate, clip_factor(norm, self.max_norm) / self.loss_scale)
+            self.updates += 1
+        else:
+            cause = f"step {self.attempts}: {self.norm.explain(survey, loss)}"
+            overflow = self.scaler is not None and self.scaler.can_back_off and not survey.bad_loss
+            if self.on_nonfinite == "stop" and not overflow:
+                raise NonFiniteError(cause)
+            self.skipped = f"{cause}; skipped" + (f", loss scale was {self.loss_scale:g}" if self.scaler else "")
+        if self.scaler is not None and not survey.bad_loss:  # a loss that is none says nothing about the scale
+            self.scaler.update(overflow=not survey.finite)
+        self.attempts += 1
+        self._forget_gradients()
+        return norm
+
+    def _take(self, learning_rate: float, factor: float) -> None:
+        for piece, main in zip(self.pieces, self.main, strict=True):
+            grad = piece.param.grad
+            main.grad = torch.zeros_like(main) if grad is None else piece.of(grad).to(main.dtype)
+            if factor != 1:
+                main.grad.mul_(factor)
         for group in self.update.param_groups:
             group["lr"] = learning_rate
         self.update.step()
-        for param, main in zip(self.parameters, self.main, strict=True):
-            if main is not param:
-                param.copy_(main)
-            param.grad = main.grad = None
-        return norm
+        for piece, main in zip(self.pieces, self.main, strict=True):
+            if main.dtype != piece.param.dtype:
+                piece.of(piece.param.data).copy_(main)
+        if self.reducer is not None and self.reducer.use_distributed_optimizer:
+            gather_parameters(self.reducer)
+
+    def _forget_gradients(self) -> None:
+        for piece, main in zip(self.pieces, self.main, strict=True):
+            main.grad = piece.param.grad = None
+        if self.reducer is not None:
+            self.reducer.zero()  # and attached again
+
+    # ---- what a checkpoint keeps ---------------------------------------------------------------------------------------------
+
+    def state_pieces(self) -> dict[tuple[str, str], StatePiece]:
+        """{(name of the parameter, "exp_avg" | "exp_avg_sq" | "main"): StatePiece} of what this rank steps, alive.
+
+        "main" only where it is not the parameter itself (half precision). A copy of a tied parameter appears under its own name.
+        """
+        found = {}
+        for piece, main in zip(self.pieces, self.main, strict=True):
+            for name in MOMENTS[self.kind]:
+                found[piece.shard.name, name] = StatePiece(self.update.state[main][name], piece.start, piece.end)
+            if main.dtype != piece.param.dtype:
+                found[piece.shard.name, "main"] = StatePiece(main, piece.start, piece.end)
+        return found
+
+    def scalars(self) -> dict[str, Any]:
+        """Plain numbers, the same on every rank."""
+        scaler = None if self.scaler is None else self.scaler.state_dict()
+        return {"attempts": self.attempts, "updates": self.updates, "scaler": scaler}
+
+    def load_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """Continue from numbers that :meth:`scalars` gave. A scaler's state is ignored where none is needed, and missing means anew."""
+        self.attempts, self.updates = int(scalars["attempts"]), int(scalars["updates"])
+        if self.scaler is not None and scalars.get("scaler") is not None:
+            self.scaler.load_state_dict(scalars["scaler"])
+        for state in self.update.state.values():
+            state["step"].fill_(float(self.updates))
+
+    @torch.no_grad()
+    def load_main_from_parameters(self) -> None:
+        """Main values anew from the parameters, for a checkpoint that has none."""
+        for piece, main in zip(self.pieces, self.main, strict=True):
+            if main.dtype != piece.param.dtype:
+                main.copy_(piece.of(piece.param.data))
+
+    def model_states(self) -> ModelStates:
+        """Bytes of weights, gradients and optimizer state on this rank, measured, beside the formulas."""
+        if self.reducer is None:
+            raise ValueError(
+                "model_states needs the reducer, which holds the gradients: Optimizer(..., reducer=reducer)"
+            )
+        moments = MOMENTS[self.kind]
+        tensors = [self.update.state[main][name] for main in self.main for name in moments]
+        return model_states(self.reducer, [*tensors, *self.main], len(moments))
 
 
-def _main_copy(param: nn.Parameter) -> Tensor:
-    """The parameter itself, or a float32 copy of one in half precision."""
-    return param if param.dtype in (torch.float32, torch.float64) else param.detach().float()
+def _main_values(piece: Piece) -> Tensor:
+    """The piece of the parameter itself, or float32 values of one in half precision."""
+    values = piece.param if piece.whole else piece.of(piece.param.detach())
+    return values if values.dtype == wide(values.dtype) else values.detach().to(wide(values.dtype))

@@ -57,13 +57,15 @@ class Trainer:
             chunk.to(state.device, dtype)
         if not dry:
             initialise(self.chunks, options.seed)
-        self.reducer = GradientReducer(self.chunks, state)
+        self.reducer = GradientReducer(self.chunks, state, use_distributed_optimizer=options.use_distributed_optimizer)
         self.optimizer = Optimizer(
             self.chunks,
             state,
             kind=options.optimizer,
             weight_decay=options.weight_decay,
             max_norm=options.clip_grad,
+            reducer=self.reducer,
+            on_nonfinite=options.on_nonfinite,
         )
         self.learning_rate = CosineSchedule(options.lr, options.min_lr, options.warmup, options.train_iters)
 
@@ -80,22 +82,25 @@ class Trainer:
         """One optimizer step, counted from 0. Collective over all ranks."""
         BOX.enter("data", step)
         microbatches = self.dataset.microbatches(step, seed=self.options.seed, **self._batch_layout())
+        scale = self.optimizer.loss_scale
         result = run(
             self.schedule,
             self.chunks,
             self._to_device(microbatches),
             group=self.state.pp,
             loss=self.chunks[-1].loss,
-            normaliser=self._valid_tokens(microbatches),
+            normaliser=self._valid_tokens(microbatches) / scale,
             on_gradients_ready=self.reducer.ready,
+            before_last_backward=self.reducer.last_backward,
             recorder=recorder,
         )
         BOX.enter("reductions")
         self.reducer.finish()
         BOX.enter("optimizer")
         learning_rate = self.learning_rate(step)
-        norm = self.optimizer.step(learning_rate)
-        return StepReport(step, self._over_data_parallel(result.loss), norm, learning_rate)
+        loss = result.loss / scale
+        norm = self.optimizer.step(learning_rate, loss)
+        return StepReport(step, self._over_data_parallel(loss), norm, learning_rate)
 
     @torch.no_grad()
     def evaluate(self) -> float:

@@ -55,7 +55,7 @@ def _slider(name: str, value: float, low: float, high: float, step: float = 1) -
     whole = isinstance(value, int) and step == 1
     kind = ipywidgets.IntSlider if whole else ipywidgets.FloatSlider
     layout = ipywidgets.Layout(width="370px")
-    style = {"description_width": "110px"}
+    style = {"description_width": "120px"}
     return kind(
         value=value, min=low, max=high, step=step, description=name, layout=layout, style=style, continuous_update=False
     )
@@ -64,7 +64,7 @@ def _slider(name: str, value: float, low: float, high: float, step: float = 1) -
 def _choice(name: str, value: Any, options: Any) -> Any:
     import ipywidgets
 
-    layout, style = ipywidgets.Layout(width="370px"), {"description_width": "110px"}
+    layout, style = ipywidgets.Layout(width="370px"), {"description_width": "120px"}
     return ipywidgets.Dropdown(value=value, options=list(options), description=name, layout=layout, style=style)
 
 

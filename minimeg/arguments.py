@@ -10,14 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from minimeg.options import DEVICES, DTYPES, OPTIMIZERS, Options
-
-# Flags of rooms that are not built yet: known by name, so that they are refused by name and never silently ignored.
-NOT_BUILT = {
-    "--save": "checkpoints",
-    "--load": "checkpoints",
-    "--save-interval": "checkpoints",
-}
+from minimeg.options import DEVICES, DTYPES, ON_NONFINITE, OPTIMIZERS, Options
 
 
 class Flag:
@@ -69,6 +62,10 @@ SECTIONS: dict[str, list[Flag]] = {
         Flag("--weight-decay", "of matrices; biases and norms have none"),
         Flag("--clip-grad", "largest norm of all gradients together; 0: never clip"),
         Flag("--optimizer", "update rule", choices=OPTIMIZERS, metavar=None),
+        Flag("--use-distributed-optimizer", "ZeRO-1: each data-parallel rank keeps a part of the optimizer's state"),
+        Flag(
+            "--on-nonfinite", "what to do where a loss or a gradient is no number", choices=ON_NONFINITE, metavar=None
+        ),
         Flag("--seed", "of initial values, data order and dropout"),
         Flag(
             "--data-path",
@@ -102,6 +99,18 @@ SECTIONS: dict[str, list[Flag]] = {
         ),
         Flag("--distribute-saved-activations", "of full: each tensor-parallel rank keeps 1/t of a group's input"),
         Flag("--check-recompute", "compare all that a replay saves with the forward's, and say what differs"),
+    ],
+    "checkpoints": [
+        Flag("--save", "write checkpoints there: at the end, and on Ctrl-C", type=Path, metavar="DIR"),
+        Flag(
+            "--load",
+            "go on from the newest good checkpoint there; start anew if there is none",
+            type=Path,
+            metavar="DIR",
+        ),
+        Flag("--save-interval", "steps between two checkpoints; 0: only at the end"),
+        Flag("--keep", "checkpoints that stay"),
+        Flag("--async-save", "go on training while a checkpoint is written"),
     ],
     "output": [
         Flag("--log-interval", "steps between two lines of a log"),
@@ -139,19 +148,12 @@ def parser() -> argparse.ArgumentParser:
         section = result.add_argument_group(title)
         for flag in flags:
             section.add_argument(*flag.names, **flag.settings)
-    later = result.add_argument_group("not built yet (refused)")
-    for name, room in NOT_BUILT.items():
-        later.add_argument(name, help=room, default=argparse.SUPPRESS, metavar="X")
     return result
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
     """Options from a command line. Like argparse, it prints what is wrong and exits with code 2."""
-    the_parser = parser()
-    values = vars(the_parser.parse_args(arguments))
-    unbuilt = [flag for flag in NOT_BUILT if flag[2:].replace("-", "_") in values]
-    if unbuilt:
-        the_parser.error("; ".join(f"{flag}: {NOT_BUILT[flag]} is not built yet, leave it out" for flag in unbuilt))
+    values = vars(parser().parse_args(arguments))
     for name in ("data_path", "recompute_modules"):
         values[name] = tuple(values[name])
     return Options(**values)

@@ -30,7 +30,12 @@ from minimeg.parameter import full_state
 from minimeg.trainer import Trainer
 
 # dtype: (bound of the loss, is it relative, bound of the parameters or None)
-BOUNDS = {"float64": (1e-9, False, 1e-9), "float32": (1e-4, True, None), "bfloat16": (1e-2, True, None)}
+BOUNDS = {
+    "float64": (1e-9, False, 1e-9),
+    "float32": (1e-4, True, None),
+    "bfloat16": (1e-2, True, None),
+    "float16": (1e-2, True, None),
+}
 
 
 @dataclass(frozen=True)

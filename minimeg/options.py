@@ -15,8 +15,9 @@ from minimeg.models.config import GPTConfig
 from minimeg.models.recomputation import Recomputation
 from minimeg.schedule import Schedule, build, forward_only
 
-DTYPES = ("float32", "float64", "bfloat16")
+DTYPES = ("float32", "float64", "bfloat16", "float16")
 OPTIMIZERS = ("adamw", "sgd")
+ON_NONFINITE = ("stop", "skip")
 DEVICES = ("auto", "cpu", "cuda")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
 
@@ -70,6 +71,13 @@ class Options:
     sample: int = 0
     run_dir: Path | None = None
     peak_tflops: float = 0.0
+    use_distributed_optimizer: bool = False
+    on_nonfinite: str = "stop"
+    save: Path | None = None
+    load: Path | None = None
+    save_interval: int = 0
+    keep: int = 2
+    async_save: bool = False
     dry_run: bool = False
     rank: int = 0
     world_size: int | None = None
@@ -147,7 +155,13 @@ class Options:
     def faults(self, world_size: int) -> list[str]:
         """Everything that forbids this run on ``world_size`` processes; an empty list means that it can start."""
         unschedulable = self._schedule_faults()
-        found = [*self._value_faults(), *unschedulable, *self._comparison_faults(), *self._dry_run_faults()]
+        found = [
+            *self._value_faults(),
+            *unschedulable,
+            *self._comparison_faults(),
+            *self._dry_run_faults(),
+            *self._checkpoint_faults(),
+        ]
         t, p, n = (
             self.tensor_model_parallel_size,
             self.pipeline_model_parallel_size,
@@ -172,7 +186,7 @@ class Options:
         found = []
         positive = (
             "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
-            "context_parallel_size train_iters log_interval eval_iters"
+            "context_parallel_size train_iters log_interval eval_iters keep"
         )
         for name in positive.split():
             if getattr(self, name) < 1:
@@ -186,7 +200,12 @@ class Options:
         for name in ("lr", "timeout"):
             if not 0 < getattr(self, name) < float("inf"):
                 found.append(f"{name}={getattr(self, name)} must be a positive number, e.g. {getattr(Options, name)}")
-        for name, legal in (("dtype", DTYPES), ("optimizer", OPTIMIZERS), ("device", DEVICES)):
+        for name, legal in (
+            ("dtype", DTYPES),
+            ("optimizer", OPTIMIZERS),
+            ("device", DEVICES),
+            ("on_nonfinite", ON_NONFINITE),
+        ):
             if getattr(self, name) not in legal:
                 found.append(f"{name}={getattr(self, name)} is unknown; use one of {', '.join(legal)}")
         if self.recompute_keep_microbatches > 0 and self.recompute_granularity is None:
@@ -218,6 +237,14 @@ class Options:
         if n > 1 and name not in ("interleaved", "zb-v"):
             return [f"{field}: schedule={name} has one chunk a rank; use --vpp 1 or --schedule interleaved"]
         return []
+
+    def _checkpoint_faults(self) -> list[str]:
+        found = []
+        if self.save is None and (self.save_interval or self.async_save):
+            found.append("save_interval and async_save say how to save, but there is no --save DIR")
+        if self.load is not None and self.compare_with_single_process:
+            found.append("compare_with_single_process repeats a run from its first step; leave out --load")
+        return found
 
     def _dry_run_faults(self) -> list[str]:
         if not self.dry_run:

@@ -60,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"minimeg.train: error: {error}", file=sys.stderr, flush=True)
         return 2
     talks = state.rank == 0
-    with watch(state, silence=min(20.0, options.timeout)):
+    grace = options.timeout if options.save else 5.0  # Ctrl-C: time to save
+    with watch(state, silence=min(20.0, options.timeout), grace=grace):
         _require_same_text(dataset, state)
         trainer = Trainer(options, state, dataset)
         if talks:

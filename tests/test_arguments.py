@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from minimeg import train
-from minimeg.arguments import NOT_BUILT, parse, parser
+from minimeg.arguments import parse, parser
 from minimeg.data import VOCAB_SIZE
 from minimeg.options import SCHEDULES, Options
 
@@ -245,8 +245,6 @@ def test_only_one_rank_says_it(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        *[([flag, "1"], [flag, room, "not built yet, leave it out"]) for flag, room in NOT_BUILT.items()],
-        *([([word for flag in NOT_BUILT for word in (flag, "x")], [*NOT_BUILT])] if NOT_BUILT else []),  # all at once
         (["--tp", "two"], ["--tensor-model-parallel-size/--tp", "'two'"]),
         (["--lr", "fast"], ["--lr", "'fast'"]),
         (["--dtype", "float8"], ["--dtype", "float32", "float64", "bfloat16"]),
@@ -339,7 +337,6 @@ def test_flags_and_aliases_fill_the_options() -> None:
     )
     flags = {flag for action in parser()._actions for flag in action.option_strings}
     assert {"--" + field.name.replace("_", "-") for field in fields(Options)} <= flags, "every option has its flag"
-    assert set(NOT_BUILT) <= flags
 
 
 def test_names_follow_from_the_layout() -> None:

@@ -88,11 +88,12 @@ def load(folder: Path, entries: Sequence[Entry], about: dict[str, Any], state: P
     try:
         manifest = Manifest.from_bytes((place / "manifest.json").read_bytes())
         kinds = {name.split("/", 1)[0] for name in manifest.tensors}
-        wanted = [entry for entry in entries if entry.kind in kinds or entry.kind == "parameter"]
-        _compare(manifest, wanted, about)
-        found = [
-            entry.of(whole(place, manifest, entry.name)).to(entry.tensor) for entry in wanted
-        ]  # one whole at a time
+        wanted = [entry for entry in entries if entry.kind in kinds or entry.kind in ("parameter", "main")]
+        names = [_source(manifest, entry) for entry in wanted]
+        _compare(manifest, wanted, names, about)
+        found = [  # one whole tensor at a time
+            entry.of(whole(place, manifest, name)).to(entry.tensor) for entry, name in zip(wanted, names, strict=True)
+        ]
         fault = None
     except (CheckpointError, OSError, ValueError) as error:
         fault = f"{place}: {error}"
@@ -104,7 +105,16 @@ def load(folder: Path, entries: Sequence[Entry], about: dict[str, Any], state: P
     return Loaded(manifest.step, manifest.scalars, place, refused, kinds)
 
 
-def _compare(manifest: Manifest, entries: Sequence[Entry], about: dict[str, Any]) -> None:
+def _source(manifest: Manifest, entry: Entry) -> str:
+    """The tensor to read. A parameter in 32 bits takes the main values of a run in 16, which are what it was rounded from; and main
+    values take the parameters of a run that had no others."""
+    name = entry.name.split("/", 1)[1]
+    if entry.kind == "main" or (entry.kind == "parameter" and entry.tensor.element_size() > 2):
+        return f"main/{name}" if f"main/{name}" in manifest.tensors else f"parameter/{name}"
+    return entry.name
+
+
+def _compare(manifest: Manifest, entries: Sequence[Entry], names: Sequence[str], about: dict[str, Any]) -> None:
     """Is it a checkpoint of this model? All differences at once."""
     about = json.loads(json.dumps(about))  # as it was written: tuples are lists
     faults = [
@@ -112,12 +122,11 @@ def _compare(manifest: Manifest, entries: Sequence[Entry], about: dict[str, Any]
         for name in sorted({*manifest.about, *about})
         if manifest.about.get(name) != about.get(name)
     ]
-    missing = [entry.name for entry in entries if entry.name not in manifest.tensors]
-    faults += [f"it does not hold {name}" for name in missing]
+    faults += [f"it does not hold {name}" for name in names if name not in manifest.tensors]
     faults += [
-        f"{entry.name} has shape {manifest.tensors[entry.name]['shape']} instead of {list(entry.shard.full_shape)}"
-        for entry in entries
-        if entry.name in manifest.tensors and manifest.tensors[entry.name]["shape"] != list(entry.shard.full_shape)
+        f"{name} has shape {manifest.tensors[name]['shape']} instead of {list(entry.shard.full_shape)}"
+        for entry, name in zip(entries, names, strict=True)
+        if name in manifest.tensors and manifest.tensors[name]["shape"] != list(entry.shard.full_shape)
     ]
     if faults:
         raise CheckpointError("it is not of this model:\n    " + "\n    ".join(faults))

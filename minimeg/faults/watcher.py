@@ -64,6 +64,7 @@ class Watcher:
     peers: dict[int, StateFile]
     printed: int  # descriptor of the file that holds the summary, once somebody has printed it
     silence: float
+    grace: float = GRACE
 
     def __post_init__(self) -> None:
         self.quiet = dict.fromkeys(self.peers, 0.0)  # seconds of our waking time since the peer's last beat
@@ -115,6 +116,7 @@ class Watcher:
             if self._trouble(min(now - before, 2 * INTERVAL)):
                 self._leave(1)
             if self.deadline is not None and now > self.deadline:
+                self.box.end("signal", "SIGINT (Ctrl-C)")
                 self._leave(130)
             before = now
             for number in self._signals(INTERVAL):
@@ -130,8 +132,7 @@ class Watcher:
             self.box.end("signal", "SIGTERM")
             self._leave(128 + number)
         elif number == signal.SIGINT and self.deadline is None:
-            self.box.end("signal", "SIGINT (Ctrl-C)")
-            self.deadline = time.monotonic() + GRACE
+            self.deadline = time.monotonic() + self.grace
 
     def _trouble(self, elapsed: float) -> bool:
         """Has a neighbour failed, died or been silent for too long?"""
@@ -225,7 +226,7 @@ def _tell_torchrun(error: BaseException) -> None:
 
 
 @contextmanager
-def watch(state: ParallelState, silence: float = 20.0) -> Iterator[BlackBox]:
+def watch(state: ParallelState, silence: float = 20.0, grace: float = GRACE) -> Iterator[BlackBox]:
     """While the block runs, this rank watches the others of its host and they watch it. Collective; yields the black box.
 
     If any fails, or an exception leaves the block, this never returns: a summary is printed once, and the process ends with a
@@ -234,11 +235,12 @@ def watch(state: ParallelState, silence: float = 20.0) -> Iterator[BlackBox]:
 
     Args:
         silence: seconds without a sign of life after which a rank is killed as stopped.
+        grace: seconds that Ctrl-C gives the main thread, to unwind or, if it takes the signal itself, to save.
     """
     box, fault = BOX, Fault.from_environment(state.grid.world_size)
     react = armed(box, fault) if fault is not None and fault.rank == state.rank else None
     managed = state.grid.world_size == 1 or not HAVE_LOCKS or multiprocessing.parent_process() is not None
-    watcher = None if managed else _open_watcher(box, state, silence)
+    watcher = None if managed else _open_watcher(box, state, silence, grace)
     RECORDER.observers.append(box.operation)
     if react is not None:
         box.on_enter.append(react)
@@ -261,7 +263,7 @@ def watch(state: ParallelState, silence: float = 20.0) -> Iterator[BlackBox]:
             box.on_enter.remove(react)
 
 
-def _open_watcher(box: BlackBox, state: ParallelState, silence: float) -> Watcher | None:
+def _open_watcher(box: BlackBox, state: ParallelState, silence: float, grace: float) -> Watcher | None:
     """Make this rank's files, open those of the others on this host, and leave no name behind. None if there is no room."""
     token = state.world.all_gather_json(secrets.token_hex(8))[0]
     folder = Path(tempfile.gettempdir()) / f"minimeg-{os.getuid()}-{platform.node()}-{token}"
@@ -284,4 +286,4 @@ def _open_watcher(box: BlackBox, state: ParallelState, silence: float) -> Watche
     shutil.rmtree(folder, ignore_errors=True)
     axes, sizes = state.grid.coordinates(state.rank), state.grid.sizes
     box.attach(own.memory, " ".join(f"{axis}={at}" for axis, at in axes.items() if sizes[axis] > 1))
-    return Watcher(box, state.rank, state.grid.world_size, own, peers, printed, silence)
+    return Watcher(box, state.rank, state.grid.world_size, own, peers, printed, silence, grace)

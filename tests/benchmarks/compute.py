@@ -1,8 +1,8 @@
 """Pipelines of two ranks that really compute: a GPT of 8 layers, one thread a rank.
 
-minimeg, the hand-written loop and torch.distributed.pipelining run the same minimeg modules (minimeg's under torch's PipelineStage, too),
-so that only the pipeline differs; gradients must be equal to the bit, also to those of one process. For ZB-V torch splits the backward of
-plain modules by its own means, since that is its way of doing it; there gradients agree to rounding.
+minimeg, the hand-written loop and torch.distributed.pipelining run the same minimeg modules (minimeg's under torch's
+PipelineStage, too), so that only the pipeline differs; gradients must be equal to the bit, also to those of one process. For ZB-V
+torch splits the backward of plain modules by its own means, since that is its way of doing it; there gradients agree to rounding.
 """
 
 from __future__ import annotations

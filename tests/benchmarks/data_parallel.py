@@ -1,7 +1,8 @@
-"""Data parallelism over two ranks: gradients against DistributedDataParallel, a whole step with ZeRO-1 against ZeroRedundancyOptimizer.
+"""Data parallelism over two ranks: gradients against DistributedDataParallel, a whole step with ZeRO-1 against
+ZeroRedundancyOptimizer.
 
-Both get minimeg's modules. DDP is used as one should: ``no_sync`` for all micro-batches but the last, gradients as views of its buckets.
-It divides by d, so its loss is multiplied by d; for d = 2 that is exact, and the gradients must be equal to the bit.
+Both get minimeg's modules. DDP is used as one should: ``no_sync`` for all micro-batches but the last, gradients as views of its
+buckets. It divides by d, so its loss is multiplied by d; for d = 2 that is exact, and the gradients must be equal to the bit.
 """
 
 from __future__ import annotations
@@ -121,9 +122,7 @@ def measure_gradients(config: GPTConfig, microbatches: int, rounds: int) -> tupl
     """-> times by contender, and whether the gradients are the same to the bit."""
     torch.set_num_threads(1)
     ours, torchs = _Minimeg(config, microbatches, zero=False), _Torch(config, microbatches, zero=False)
-    times = take_turns(
-        {"ours": ours.reduce, "DDP": torchs.reduce}, rounds, {"ours": ours.forget, "DDP": torchs.forget}
-    )
+    times = take_turns({"ours": ours.reduce, "DDP": torchs.reduce}, rounds, {"ours": ours.forget, "DDP": torchs.forget})
     mine, theirs = ours.gradients(), torchs.gradients()
     return times, mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
@@ -165,7 +164,9 @@ def rows(
         answers = pool(DP).call(measure_steps, config, microbatches, rounds, zero, timeout=300)
         gap = max(gap for _, gap in answers)
         if gap > _CLOSE:
-            raise RuntimeError(f"parameters of minimeg and {peer} differ by {gap:.1e} of the largest after {rounds + 1} steps")
+            raise RuntimeError(
+                f"parameters of minimeg and {peer} differ by {gap:.1e} of the largest after {rounds + 1} steps"
+            )
         times = answers[0][0]
         found = ratio(times["ours"], times["torch"])
         yield Row(

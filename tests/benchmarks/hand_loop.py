@@ -1,7 +1,7 @@
 """What one would write by hand for one schedule: the yardstick for an executor of all schedules.
 
-Receives are posted two actions ahead, each message has a tag of its own, sends are waited for at the very end, and what was sent is kept
-until then. It checks nothing, frees nothing, and knows neither unequal shapes nor a separate weight gradient.
+Receives are posted two actions ahead, each message has a tag of its own, sends are waited for at the very end, and what was sent
+is kept until then. It checks nothing, frees nothing, and knows neither unequal shapes nor a separate weight gradient.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The same GPT as a user of plain torch would write it: nn.Linear, nn.LayerNorm, nn.Embedding, nothing of minimeg.
 
-What torch.distributed.pipelining, DTensor and DDP are given. Parameters have minimeg's global names and layout, so that both start from the
-same numbers, and the arithmetic is the same kernel by kernel, so that a difference in time is one of the parallel machinery.
+What torch.distributed.pipelining, DTensor and DDP are given. Parameters have minimeg's global names and layout, so that both
+start from the same numbers, and the arithmetic is the same kernel by kernel, so that a difference in time is one of the parallel
+machinery.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Pipeline schedules with stages that sleep: what the runtime adds to the schedule, without ranks that fight for cores.
 
-A stage sleeps for the time of its forward, of its input gradient and of its weight gradient, and passes on a message of the size asked for.
-*Excess* is the measured step over the critical path of the same order with free communication. Three contenders in one run: minimeg, the
-hand-written loop, torch.distributed.pipelining. Every stage sleeps in full, the first one too, whose input needs no gradient: torch's own
-split of a backward would skip it there, so it is given the same deferral by its ``dw_builder``.
+A stage sleeps for the time of its forward, of its input gradient and of its weight gradient, and passes on a message of the size
+asked for. *Excess* is the measured step over the critical path of the same order with free communication. Three contenders in one
+run: minimeg, the hand-written loop, torch.distributed.pipelining. Every stage sleeps in full, the first one too, whose input
+needs no gradient: torch's own split of a backward would skip it there, so it is given the same deferral by its ``dw_builder``.
 
 Equal: the gradients of all contenders, and those of one process that does not sleep, by ``torch.equal``.
 """
@@ -57,7 +57,9 @@ class Setting:
     def __str__(self) -> str:
         size = f"{self.kilobytes} KB" if self.kilobytes < 1024 else f"{self.kilobytes // 1024} MB"
         jitter = f", jitter {self.jitter:.0%}" if self.jitter else ""
-        return f"p={self.stages} m={self.microbatches}, {self.forward * 1e3:g}/{self.backward * 1e3:g} ms, {size}{jitter}"
+        return (
+            f"p={self.stages} m={self.microbatches}, {self.forward * 1e3:g}/{self.backward * 1e3:g} ms, {size}{jitter}"
+        )
 
     @property
     def rows(self) -> int:
@@ -109,7 +111,7 @@ class _Sleep(Function):
 
 
 class SleepingStage(nn.Module):
-    """Virtual stage ``number``, for all contenders. torch does not say which micro-batch it runs: they come in order, so one can count."""
+    """Virtual stage ``number``, for all contenders. torch does not say which micro-batch it runs; they come in order, so we count."""
 
     def __init__(self, setting: Setting, number: int, chunks: int, split: bool, asleep: bool = True) -> None:
         super().__init__()
@@ -211,8 +213,8 @@ class _Torch:
         self.schedule.step(*first, target=self.target, return_outputs=False)
 
     def order(self) -> list[list[Work]] | None:
-        """None for 1F1B: what it runs is minimeg's order, and what its ``_get_pipeline_order`` says is not what it runs (on the last rank
-        it begins with micro-batch 1)."""
+        """None for 1F1B: it runs minimeg's order, and what its ``_get_pipeline_order`` says is another one (the last rank would
+        begin with micro-batch 1)."""
         if not isinstance(self.schedule, PipelineScheduleMulti):
             return None
         found = self.schedule.pipeline_order

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -33,19 +33,30 @@ class Row:
     notes: str = ""
 
 
-def lines(row: Row) -> Iterable[str]:
+def lines(row: Row) -> Iterator[str]:
     """The row as it is printed: the setting, then one line a contender, one a ratio, and the verdict."""
-    yield f"{row.setting}"
+    yield row.setting
     for name, value in row.values.items():
-        yield f"    {name:<28} {value.median:8.3f} {row.unit:<7} [{value.low:.3f} .. {value.high:.3f}]  least {value.minimum:.3f}"
+        least = "" if row.unit == "excess" else f"   least {value.minimum:.4f}"
+        yield f"    {name:<38} {value.median:8.4f} {row.unit:<6} [{value.low:.4f} .. {value.high:.4f}]{least}"
     for name, value in row.ratios.items():
-        yield f"    {name:<28} {value.median:8.3f} x       [{value.low:.3f} .. {value.high:.3f}]"
+        yield f"    {name:<38} {value.median:8.3f} x      [{value.low:.3f} .. {value.high:.3f}]"
     if row.reach:
-        yield f"    reach: {row.reach}: {'n/a' if row.met is None else 'yes' if row.met else 'NO'}"
-    if row.equal:
-        yield f"    equal: {row.equal}"
-    if row.notes:
-        yield f"    {row.notes}"
+        yield f"    reach: {row.reach}: {verdict(row)}"
+    yield from (f"    {text}" for text in (f"equal: {row.equal}" if row.equal else "", row.notes) if text)
+
+
+def verdict(row: Row) -> str:
+    return "-" if row.met is None else "yes" if row.met else "NO"
+
+
+def verdicts(rows: Sequence[Row]) -> Iterator[str]:
+    """One line a row: setting, our value, the ratios, whether the bound was reached."""
+    width = max((len(row.setting) for row in rows), default=0)
+    for row in rows:
+        first = next(iter(row.values.values()))
+        ratios = "  ".join(f"{name} {value.median:.3f}" for name, value in row.ratios.items())
+        yield f"{row.setting:<{width}}  {first.median:8.4f} {row.unit:<6}  {verdict(row):<3}  {ratios}"
 
 
 def as_json(row: Row) -> dict[str, Any]:

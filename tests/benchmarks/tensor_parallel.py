@@ -1,7 +1,8 @@
 """Tensor parallelism over two ranks against DTensor: eight transformer layers, forward and backward of each micro-batch.
 
-DTensor's plan is the best known: one fused QKV, so that its input is replicated once; column, then row; local tensors between the layers.
-All-reduces are counted from outside by a dispatch mode, the same for both. Equal: every gradient, gathered, and that of the input.
+DTensor's plan is the best known: one fused QKV, so that its input is replicated once; column, then row; local tensors between the
+layers. All-reduces are counted from outside by a dispatch mode, the same for both. Equal: every gradient, gathered, and that of
+the input.
 """
 
 from __future__ import annotations

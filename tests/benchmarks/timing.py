@@ -44,8 +44,8 @@ def take_turns(
 ) -> dict[str, list[float]]:
     """Seconds of each contender's step in each round, from the common start to the end on the last rank. Every rank calls it.
 
-    The order turns round from one round to the next. A first round, in which connections are made and caches are filled, does not count.
-    ``prepare``: what a contender does before its clock starts, such as forgetting its gradients.
+    The order turns round from one round to the next. A first round, in which connections are made and caches are filled, does not
+    count. ``prepare``: what a contender does before its clock starts, such as forgetting its gradients.
     """
     names = list(contenders)
     times: dict[str, list[float]] = {name: [] for name in names}

@@ -96,8 +96,12 @@ def test_the_course_has_150_checks() -> None:
 def test_links_between_notebooks_lead_somewhere(path: Path) -> None:
     for cell in read(path):
         if cell.kind == "markdown":
-            for target in re.findall(r"\]\(([^)#:]+\.ipynb)", cell.source):
-                assert (path.parent / target).exists(), target
+            for target in re.findall(r"\]\(([^)#:]+)\.ipynb", cell.source):
+                assert target in pages.COURSE
+
+
+def test_the_notebooks_are_those_of_the_course() -> None:
+    assert [path.stem for path in NOTEBOOKS if path.stem not in pages.COURSE] == []
 
 
 @NOTEBOOK

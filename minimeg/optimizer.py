@@ -27,7 +27,7 @@ from minimeg.buckets import Piece, wide
 from minimeg.data_parallel import GradientReducer
 from minimeg.gradient_norm import GradientNorm, clip_factor
 from minimeg.parallel_state import ParallelState
-from minimeg.parameter import modules_of, named_shards
+from minimeg.parameter import Shard, modules_of, named_shards
 from minimeg.precision import ON_NONFINITE, LossScaler, NonFiniteError
 from minimeg.zero import ModelStates, gather_parameters, model_states
 
@@ -63,6 +63,7 @@ class StatePiece:
     Its shape is that of the shard where the piece is all of it, else [end - start].
     """
 
+    shard: Shard
     tensor: Tensor
     start: int
     end: int
@@ -196,9 +197,10 @@ class Optimizer:
         found = {}
         for piece, main in zip(self.pieces, self.main, strict=True):
             for name in MOMENTS[self.kind]:
-                found[piece.shard.name, name] = StatePiece(self.update.state[main][name], piece.start, piece.end)
+                moment = self.update.state[main][name]
+                found[piece.shard.name, name] = StatePiece(piece.shard, moment, piece.start, piece.end)
             if main.dtype != piece.param.dtype:
-                found[piece.shard.name, "main"] = StatePiece(main, piece.start, piece.end)
+                found[piece.shard.name, "main"] = StatePiece(piece.shard, main, piece.start, piece.end)
         return found
 
     def scalars(self) -> dict[str, Any]:

@@ -17,10 +17,21 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 COURSE = [
-    "00_start_here", "01_rank_groups", "02_f_and_g", "03_parallel_linears", "04_cross_entropy", "05_sequence_parallelism",
-    "06_pipelines", "07_interleaved", "08_pipedream", "09_zero_bubble", "10_write_your_own_schedule", "11_recomputation", "12_data_parallelism",
+    "00_start_here",
+    "01_rank_groups",
+    "02_f_and_g",
+    "03_parallel_linears",
+    "04_cross_entropy",
+    "05_sequence_parallelism",
+    "06_pipelines",
+    "07_interleaved",
+    "08_pipedream",
+    "09_zero_bubble",
+    "10_write_your_own_schedule",
+    "11_recomputation",
+    "12_data_parallelism",
     "13_all_together",
-]  # fmt: skip
+]
 
 MAGIC = re.compile(r"^(\s*)([%!].*)$", re.MULTILINE)
 SOLUTION = re.compile(r"<summary>Solution.*?</summary>\s*```python\n(.*?)```", re.DOTALL)

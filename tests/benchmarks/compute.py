@@ -154,7 +154,6 @@ def one_process(config: GPTConfig, batch: Sequence[MicroBatch]) -> dict[str, Ten
 
 def measure(name: str, config: GPTConfig, microbatches: int, rounds: int) -> tuple[dict[str, list[float]], list[str]]:
     """-> times by contender, and which gradients are not what they must be. On every rank of the world."""
-    torch.set_num_threads(1)
     schedule, data = build(name, STAGES, microbatches), batch(config, microbatches, SIZE)
     contenders: dict[str, Any] = {"ours": Minimeg(schedule, config, data)}
     if schedule.split:

@@ -13,7 +13,6 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from minimeg.data_parallel import GradientReducer
@@ -95,11 +94,11 @@ class _Torch(_Contender):
         decay, rest = ([p for p in self.model.parameters() if (p.dim() >= 2) is matrix] for matrix in (True, False))
         groups = [{"params": decay, "weight_decay": WEIGHT_DECAY}, {"params": rest, "weight_decay": 0.0}]
         settings = {"lr": LEARNING_RATE, "betas": (0.9, 0.999), "eps": 1e-8}
-        self.optimizer: torch.optim.Optimizer = (
-            ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **settings)
-            if zero
-            else torch.optim.AdamW(groups, **settings)
-        )
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, **settings)
+        if zero:
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # the import warns of something deprecated
+
+            self.optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **settings)
 
     def reduce(self) -> None:
         for index, microbatch in enumerate(self.batch):
@@ -120,7 +119,6 @@ class _Torch(_Contender):
 
 def measure_gradients(config: GPTConfig, microbatches: int, rounds: int) -> tuple[dict[str, list[float]], bool]:
     """-> times by contender, and whether the gradients are the same to the bit."""
-    torch.set_num_threads(1)
     ours, torchs = _Minimeg(config, microbatches, zero=False), _Torch(config, microbatches, zero=False)
     times = take_turns({"ours": ours.reduce, "DDP": torchs.reduce}, rounds, {"ours": ours.forget, "DDP": torchs.forget})
     mine, theirs = ours.gradients(), torchs.gradients()
@@ -131,7 +129,6 @@ def measure_steps(
     config: GPTConfig, microbatches: int, rounds: int, zero: bool
 ) -> tuple[dict[str, list[float]], float]:
     """-> times by contender, and how far apart the parameters are after all steps."""
-    torch.set_num_threads(1)
     ours, torchs = _Minimeg(config, microbatches, zero), _Torch(config, microbatches, zero)
     times = take_turns({"ours": ours.train, "torch": torchs.train}, rounds)
     return times, largest_gap(ours.parameters(), torchs.parameters())

@@ -118,7 +118,6 @@ def measure(
     names: Sequence[str], config: GPTConfig, microbatches: int, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """-> measured and predicted step times by schedule, round by round."""
-    torch.set_num_threads(1)
     data = batch(config, microbatches, SIZE)
     pipelines = {name: _Measured(build(name, STAGES, microbatches), config, data) for name in names}
     times = take_turns(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
-import torch
+from collections.abc import Callable, Iterator, Sequence
 
 from minimeg.lab.ranks import Ranks
 from tests.benchmarks import recompute
@@ -13,12 +11,11 @@ from tests.benchmarks.timing import ratio, spread
 
 
 def measure(rounds: int, dropout: float) -> dict[str, list[float]]:
-    torch.set_num_threads(1)
     return recompute.measure(rounds, dropout)
 
 
-def rows(rounds: int, pool: Callable[[int], Ranks]) -> Iterator[Row]:
-    for dropout in (0.1, 0.0):
+def rows(rounds: int, pool: Callable[[int], Ranks], dropouts: Sequence[float] = (0.1, 0.0)) -> Iterator[Row]:
+    for dropout in dropouts:
         times = pool(1).call(measure, rounds, dropout, timeout=300)[0]
         found = ratio(times["minimeg"], times["torch, non-reentrant"])
         yield Row(

@@ -45,7 +45,7 @@ _TORCH_KINDS = {"F": "F", "B": "B", "I": "B", "W": "W"}
 
 @dataclass(frozen=True)
 class Setting:
-    """A row of the table. Times are those of a whole stage, in seconds; ``weight`` is 0 where backward is one job."""
+    """A row of the table. Times are those of a whole stage, in seconds."""
 
     stages: int
     microbatches: int
@@ -238,7 +238,6 @@ def _stages(schedule: Schedule, setting: Setting, rank: int) -> list[SleepingSta
 
 def measure(setting: Setting, names: Sequence[tuple[str, str]], rounds: int) -> dict[str, Any]:
     """Steps of (schedule, contender) pairs in turn -> times by pair, torch's orders, and whose gradients are wrong."""
-    torch.set_num_threads(1)
     contenders = {}
     for schedule, contender in names:
         plan = build(schedule, setting.stages, setting.microbatches)
@@ -304,14 +303,19 @@ def excesses(setting: Setting, names: Sequence[tuple[str, str]], rounds: int, po
 EQUAL = "gradients of all, and of one process, by torch.equal"
 
 
-def rows(rounds: int, pool: Callable[[int], Ranks], settings: Sequence[Setting] = SETTINGS) -> Iterator[Row]:
+def rows(
+    rounds: int,
+    pool: Callable[[int], Ranks],
+    settings: Sequence[Setting] = SETTINGS,
+    zero_bubble: Setting = ZERO_BUBBLE,
+) -> Iterator[Row]:
     """1F1B and interleaved in every setting, then the zero-bubble schedules beside 1F1B."""
     for setting in settings:
         pairs = [(schedule, contender) for schedule in ("1f1b", "interleaved") for contender in _CONTENDERS]
         found = excesses(setting, pairs, rounds, pool(setting.stages))
         for schedule in ("1f1b", "interleaved"):
             yield _row(setting, schedule, {contender: found[f"{schedule} {contender}"] for contender in _CONTENDERS})
-    yield from zero_bubble_rows(rounds, pool)
+    yield from zero_bubble_rows(rounds, pool, zero_bubble)
 
 
 def _row(setting: Setting, schedule: str, found: dict[str, list[float]]) -> Row:
@@ -329,7 +333,7 @@ def _row(setting: Setting, schedule: str, found: dict[str, list[float]]) -> Row:
     )
 
 
-def zero_bubble_rows(rounds: int, pool: Callable[[int], Ranks], setting: Setting = ZERO_BUBBLE) -> Iterator[Row]:
+def zero_bubble_rows(rounds: int, pool: Callable[[int], Ranks], setting: Setting) -> Iterator[Row]:
     pairs = [("1f1b", "ours"), ("zb-h1", "ours"), ("zb-v", "ours"), ("zb-v", "torch")]
     found = excesses(setting, pairs, rounds, pool(setting.stages))
     values: dict[str, Spread] = {name: spread(each) for name, each in found.items()}

@@ -104,7 +104,6 @@ class _DTensor(_Contender):
 
 def measure(config: GPTConfig, microbatches: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, int], float]:
     """-> times and all-reduces a step by contender, and the largest gap between their gradients."""
-    torch.set_num_threads(1)
     contenders = {"ours": _Minimeg(config, microbatches), "DTensor": _DTensor(config, microbatches)}
     times = take_turns(
         {name: each.step for name, each in contenders.items()},

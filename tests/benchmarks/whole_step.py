@@ -201,7 +201,6 @@ def measure(
     job: Job, rounds: int, others: list[str]
 ) -> tuple[dict[str, list[float]], dict[str, list[tuple[float, float]]]]:
     """-> times and (loss, norm) of every step, by contender."""
-    torch.set_num_threads(1)
     known = CONTENDERS | {"megatron-core": megatron.Megatron}
     contenders = {name: known[name](job) for name in ["ours", *others]}
     times = take_turns({name: each.step for name, each in contenders.items()}, rounds)

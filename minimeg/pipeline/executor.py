@@ -77,8 +77,9 @@ def run(
         ScheduleError: the schedule is not proven; nothing has been sent.
         ValueError: sizes that do not fit, all faults in one message; nothing has been sent.
     """
-    check(schedule, chunks, microbatches, group, normaliser, learning_rate, reduces=on_gradients_ready is not None)
-    steps = _proven_plan(schedule)[group.rank]
+    steps = _proven_plan(schedule)
+    reduces = on_gradients_ready is not None or before_last_backward is not None
+    check(schedule, chunks, microbatches, group, normaliser, learning_rate, reduces)
     stashes: list[Stash] = []
     if learning_rate is not None:
         stashes = [
@@ -96,7 +97,7 @@ def run(
         recorder,
         stashes,
     )
-    return executor.run(steps)
+    return executor.run(steps[group.rank])
 
 
 @dataclass
@@ -165,20 +166,26 @@ class _Executor:
                     shape, dtype, transfer.source, transfer.tag, self.device
                 )
             case Run(action):
-                message = self._take(action)  # waiting is no part of the action: a recorded timeline shows it as idle
-                BOX.enter(_PHASES[action.kind] if self.trains else "evaluation")
-                with (
-                    label(f"micro-batch {action.microbatch}"),
-                    self.recorder.action(action) if self.recorder else nullcontext(),
-                ):
-                    {"F": self._forward, "B": self._backward, "W": self._weights}[action.kind](action, message)
-                self._after(action)
+                try:
+                    self._run(action)
+                except Exception as error:
+                    error.add_note(f"{self.schedule.name}, rank {self.group.rank} of the pipeline, in {action}")
+                    raise
             case Send(transfer):
                 message = self.outbox.pop(transfer.producer)
                 self.sends[transfer] = self.group.isend(message, transfer.destination, transfer.tag)
                 self.peak_sends = max(self.peak_sends, len(self.sends))
             case Free(transfer):
                 self.sends.pop(transfer).wait()
+
+    def _run(self, action: Action) -> None:
+        message = self._take(action)  # waiting is no part of the action: a recorded timeline shows it as idle
+        BOX.enter(_PHASES[action.kind] if self.trains else "evaluation")
+        recording = self.recorder.action(action) if self.recorder else nullcontext()
+        with label(f"micro-batch {action.microbatch}"), recording:
+            {"F": self._forward, "B": self._backward, "W": self._weights}[action.kind](action, message)
+        self.actions.append(action)
+        self._after(action)
 
     # ---- the three actions -------------------------------------------------------------------------------------------------
 
@@ -206,6 +213,8 @@ class _Executor:
         store = self.stores[action.chunk] if self.stores else None
         if store:
             store.record(action.microbatch)
+        if self.before_last_backward is not None and action == self.last_backward[action.chunk]:
+            self.before_last_backward(action.chunk)
 
         def backward() -> None:
             if root is not None:
@@ -225,7 +234,6 @@ class _Executor:
         self.stores[action.chunk].run(action.microbatch)
 
     def _after(self, action: Action) -> None:
-        self.actions.append(action)
         slot = (action.chunk, action.microbatch)
         if action.kind == "F" and self.trains:
             self.in_flight.add(slot)

@@ -38,12 +38,19 @@ class Recorder:
         return time.perf_counter()
 
     def timeline(self, schedule: Schedule, group: Group) -> Timeline:
-        """All ranks' spans side by side, from the first start on. Collective over the pipeline group."""
+        """All ranks' spans side by side, from the first start on. Collective over the pipeline group.
+
+        Raises:
+            ValueError: what was recorded is not one run of this schedule.
+        """
+        if tuple(span.action for span in self.spans) != schedule.ranks[group.rank]:
+            raise ValueError(
+                f"recorder: its {len(self.spans)} actions are not one run of {schedule.name}, in which rank {group.rank} does "
+                f"{len(schedule.ranks[group.rank])}; use a new Recorder for each run"
+            )
         rows = group.all_gather_json([[str(span.action), span.start, span.end] for span in self.spans])
         begin = min(start for row in rows for _, start, _ in row)
-        return Timeline(
-            schedule,
-            tuple(
-                tuple(Span(Action.parse(name), start - begin, end - begin) for name, start, end in row) for row in rows
-            ),
+        spans = (
+            tuple(Span(Action.parse(name), start - begin, end - begin) for name, start, end in row) for row in rows
         )
+        return Timeline(schedule, tuple(spans), measured=True)

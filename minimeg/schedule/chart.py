@@ -7,7 +7,6 @@ See it run: ``python -m minimeg.schedule 1f1b --pp 4 --microbatches 8 --svg out.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -123,7 +122,7 @@ def charts_of(title: str, panels: Sequence[Panel], own_scales: bool) -> list[Cha
     scales = [
         (WIDTH - LEFT - RIGHT) / ((timeline.makespan if own_scales else longest) or 1.0) for _, timeline in panels
     ]
-    seconds = [is_measured(timeline) for _, timeline in panels]
+    seconds = [timeline.measured for _, timeline in panels]
     units = ["s" if (here if own_scales else any(seconds)) else "" for here in seconds]
     widths = (
         (end - start) * scale
@@ -135,18 +134,6 @@ def charts_of(title: str, panels: Sequence[Panel], own_scales: bool) -> list[Cha
     # Several pictures on one page must not use each other's hatchings: their names follow from all that is drawn.
     hatch = "w" + sha256(repr((title, panels, own_scales)).encode()).hexdigest()[:8]
     return [Chart(*panel, unit, scale, grain, hatch) for panel, unit, scale in zip(panels, units, scales, strict=True)]
-
-
-def is_measured(timeline: Timeline) -> bool:
-    """Whether the times are those of a real run, in which no two actions take equally long.
-
-    In a simulation those of one kind on one rank all do. A run of one micro-batch through one chunk passes for a simulation.
-    """
-    took: dict[tuple[int, str], list[float]] = defaultdict(list)
-    for rank, row in enumerate(timeline.spans):
-        for action, start, end in row:
-            took[rank, action.kind].append(end - start)
-    return any(max(times) - min(times) > 1e-6 * timeline.makespan for times in took.values())
 
 
 def shade_of(kind: str, chunk: int, chunks: int) -> str:

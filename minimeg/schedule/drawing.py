@@ -18,7 +18,7 @@ from itertools import pairwise
 from math import inf, isclose
 
 from minimeg.schedule.actions import KINDS, refuse
-from minimeg.schedule.chart import COLOUR, DIGIT, LEFT, Chart, Panel, charts_of, is_measured, shade_of
+from minimeg.schedule.chart import COLOUR, DIGIT, LEFT, Chart, Panel, charts_of, shade_of
 from minimeg.schedule.timeline import Timeline
 from minimeg.svg import IDLE, INK, QUIET, WHITE, element, hatching, number, picture, round_steps, text
 
@@ -27,7 +27,7 @@ LONGEST_LINE = 118  # characters that fit across the picture in the widest of th
 
 
 def gantt(timeline: Timeline, *, title: str | None = None, memory: bool = True) -> str:
-    """A timeline as SVG text, 760 px wide. A measured one (see ``is_measured``) is taken to be in seconds.
+    """A timeline as SVG text, 760 px wide. A measured one is in seconds.
 
     Args:
         title: above the picture; the schedule's name and sizes if None.
@@ -236,7 +236,7 @@ def _facts(chart: Chart) -> list[str]:
 def _caption(chart: Chart) -> Iterator[str]:
     """Under which assumptions the picture holds."""
     timeline = chart.timeline
-    if is_measured(timeline):
+    if timeline.measured:
         yield "Measured, in seconds: grey is whatever is not an action, so messages and waiting too."
     else:
         took: dict[str, list[float]] = defaultdict(list)

@@ -14,7 +14,7 @@ See it run: ``python -m minimeg.schedule zb-h2 --pp 4 --microbatches 8``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import fsum
 from typing import NamedTuple
 
@@ -37,11 +37,13 @@ class Timeline:
         schedule: what was run.
         spans: per rank a tuple of Span in order of time.
         comm: latency of a message between ranks, where known; for the critical path.
+        measured: the times are seconds of a real run, not of a simulation.
     """
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
     comm: float = 0.0
+    measured: bool = field(default=False, repr=False)
 
     @property
     def makespan(self) -> float:
@@ -62,7 +64,8 @@ class Timeline:
     def mean_times(self) -> dict[str, tuple[float, ...]]:
         """{"F", "B", "W": per rank the time of a whole stage}: what ``simulate`` takes, from what was measured. 0 where none occurred.
 
-        A whole stage is n chunks, so it is n times the mean of a rank's actions of a kind.
+        A whole stage is n chunks, so it is n times the mean of a rank's actions of a kind. The same call serves every schedule,
+        ``simulate(schedule, times["F"], times["B"], times["W"])``: without W in the schedule B was measured whole, and W is 0.
         """
 
         def of(row: Sequence[Span], kind: str) -> float:

@@ -40,7 +40,7 @@ def measured(schedule, seed=0):
             ends = begins + 0.01 * (end - start) * (0.9 + 0.3 * draw.random())
             shifted.append(Span(action, begins, ends))
         rows.append(tuple(shifted))
-    return Timeline(schedule, tuple(rows))
+    return Timeline(schedule, tuple(rows), measured=True)
 
 
 class Drawn:

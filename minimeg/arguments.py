@@ -66,6 +66,7 @@ SECTIONS: dict[str, list[Flag]] = {
         Flag(
             "--on-nonfinite", "what to do where a loss or a gradient is no number", choices=ON_NONFINITE, metavar=None
         ),
+        Flag("--check-invariants", "in every step: replicas equal, shards different, on all ranks"),
         Flag("--seed", "of initial values, data order and dropout"),
         Flag(
             "--data-path",

@@ -71,6 +71,8 @@ def train(trainer: Trainer, talks: bool) -> History:
             progress.step(report, seconds)
             if trainer.optimizer.skipped:
                 progress.say(trainer.optimizer.skipped)
+            if trainer.invariants is not None and step == last:
+                progress.say(str(trainer.invariants))
             if done == options.train_iters or (options.eval_interval and done % options.eval_interval == 0):
                 numbers["validation_loss"] = history.validation[done] = trainer.evaluate()
                 progress.say(f"step {done:>5}/{options.train_iters}  validation loss {history.validation[done]:.4f}")

@@ -73,6 +73,7 @@ class Options:
     peak_tflops: float = 0.0
     use_distributed_optimizer: bool = False
     on_nonfinite: str = "stop"
+    check_invariants: bool = False
     save: Path | None = None
     load: Path | None = None
     save_interval: int = 0

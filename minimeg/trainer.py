@@ -22,6 +22,7 @@ from minimeg.comm import phase
 from minimeg.data import MicroBatch, TextDataset
 from minimeg.data_parallel import GradientReducer
 from minimeg.faults import BOX
+from minimeg.invariants import InvariantReport, check_invariants
 from minimeg.meta import number
 from minimeg.models.gpt import GPT
 from minimeg.models.recomputation import sliding_window
@@ -67,6 +68,7 @@ class Trainer:
             reducer=self.reducer,
             on_nonfinite=options.on_nonfinite,
         )
+        self.invariants: InvariantReport | None = None  # of the last step, with --check-invariants
         self.learning_rate = CosineSchedule(options.lr, options.min_lr, options.warmup, options.train_iters)
 
     def _chunk(self, chunk: int) -> GPT:
@@ -91,16 +93,25 @@ class Trainer:
             loss=self.chunks[-1].loss,
             normaliser=self._valid_tokens(microbatches) / scale,
             on_gradients_ready=self.reducer.ready,
-            before_last_backward=self.reducer.last_backward,
+            before_last_backward=self._before_last_backward,
             recorder=recorder,
         )
         BOX.enter("reductions")
         self.reducer.finish()
+        if self.options.check_invariants:
+            self.invariants = check_invariants(self.chunks, self.state, self.optimizer)
         BOX.enter("optimizer")
         learning_rate = self.learning_rate(step)
         loss = result.loss / scale
         norm = self.optimizer.step(learning_rate, loss)
         return StepReport(step, self._over_data_parallel(loss), norm, learning_rate)
+
+    def _before_last_backward(self, chunk: int) -> None:
+        if BOX.take("nan"):  # MINIMEG_FAULT=...:nan
+            next(param.grad for param in self.chunks[chunk].parameters() if param.grad is not None).view(-1)[0] = (
+                torch.nan
+            )
+        self.reducer.last_backward(chunk)
 
     @torch.no_grad()
     def evaluate(self) -> float:

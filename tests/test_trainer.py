@@ -12,6 +12,8 @@ from torch import Tensor
 
 from minimeg.comparison import compare_with_single_process
 from minimeg.data import TextDataset, encode
+from minimeg.faults import BOX
+from minimeg.invariants import InvariantError
 from minimeg.ledger import RECORDER, Entry
 from minimeg.models.config import layers_of
 from minimeg.options import Options
@@ -279,3 +281,48 @@ def test_the_comparison_does_not_pass_on_nan() -> None:
     assert not bad.passed
     state["final_layernorm.bias"][0] = torch.nan
     assert not compare_with_single_process(SMALL, trainer.dataset, [r.loss for r in reports], state, "cpu").passed
+
+
+# ---- faults on purpose -------------------------------------------------------------------------------------------------------
+
+
+def spoilt(options: Options, rank: int) -> tuple[list[str | None], dict[str, Tensor], str]:
+    """Steps 0 to 2 with a NaN in a gradient of one rank in step 1: what was skipped, the parameters, and the report on invariants."""
+    state = initialize_model_parallel(options.tensor_model_parallel_size, options.pipeline_model_parallel_size)
+    trainer, skipped = Trainer(options, state, dataset()), []
+    for step in range(3):
+        if step == 1 and state.rank == rank:
+            BOX.planted.add("nan")
+        trainer.step(step)
+        skipped.append(trainer.optimizer.skipped)
+    return skipped, full_state(trainer.chunks, state), str(trainer.invariants)
+
+
+def test_a_spoilt_gradient_is_named_and_the_step_skipped_by_all(ranks: Any) -> None:
+    options = replace(LAYOUTS["tp2-pp2"], on_nonfinite="skip", check_invariants=True)
+    everybody = ranks(4, spoilt, options, 3)
+    assert all(skipped == everybody[0][0] for skipped, _, _ in everybody)
+    (before, during, after), parameters, invariants = everybody[0]
+    assert (before, after) == (None, None)
+    assert during is not None
+    assert "step 1: the gradient of layers.2." in during
+    assert "ranks [3]" in during
+    assert all(bool(value.isfinite().all()) for value in parameters.values())
+    assert invariants.startswith("invariants hold: ")
+
+
+def drifted(options: Options) -> str:
+    state = initialize_model_parallel(options.tensor_model_parallel_size, options.pipeline_model_parallel_size)
+    trainer = Trainer(options, state, dataset())
+    trainer.step(0)
+    if state.rank == 2:
+        next(trainer.chunks[0].parameters()).data.view(-1)[5] += 1e-6
+    with pytest.raises(InvariantError) as error:
+        trainer.step(1)
+    return str(error.value)
+
+
+def test_a_replica_that_drifts_is_named_on_every_rank(ranks: Any) -> None:
+    everybody = ranks(4, drifted, replace(LAYOUTS["tp2-dp2"], check_invariants=True))
+    assert len(set(everybody)) == 1
+    assert "embedding.word_embeddings.weight" in everybody[0]

@@ -129,6 +129,8 @@ class Writer:
                     "file": {"bytes": path.stat().st_size, "sha256": digest(path)},
                     "entries": [entry.describe(key) for key, (entry, _) in tensors.items()],
                 }
+                if BOX.take("corrupt"):
+                    _flip_a_byte(path)
             _replace(_beside(place) / f"rank-{self.state.rank:05d}.json", json.dumps(said).encode())
             if self.state.rank == 0:
                 self._complete(place, step, about, scalars)
@@ -180,6 +182,15 @@ class Writer:
 
 def _beside(place: Path) -> Path:
     return place.with_name(place.name + ".tmp")
+
+
+def _flip_a_byte(path: Path) -> None:
+    """MINIMEG_FAULT=...:corrupt: what a bad disk would do."""
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
 
 
 def _copy(tensor: Tensor) -> Tensor:

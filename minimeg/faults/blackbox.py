@@ -126,6 +126,7 @@ class BlackBox:
         self._memory: Memory = bytearray(SIZE)
         self.step, self.phase = -1, "start"
         self.on_enter: list[Callable[[int, str], None]] = []  # MINIMEG_FAULT strikes here
+        self.planted: set[str] = set()  # faults of kind "nan" and "corrupt", until somebody takes them up
 
     def attach(self, memory: Memory, coordinates: str) -> None:
         """From now on write into ``memory`` (SIZE bytes of zeros)."""
@@ -141,6 +142,12 @@ class BlackBox:
         self._write(_PLACE, time.monotonic(), self.step, phase.encode())
         for react in self.on_enter:
             react(self.step, phase)
+
+    def take(self, kind: str) -> bool:
+        """Is a fault of this kind planted? It is not afterwards."""
+        there = kind in self.planted
+        self.planted.discard(kind)
+        return there
 
     def operation(self, entry: Entry) -> None:
         """Observer of ``minimeg.ledger.RECORDER``: a communication begins."""

@@ -3,6 +3,7 @@
     2:3:forward:kill         rank 2 is killed when it begins the first forward of step 3 (counted from 0)
     0:5:message-wait:stop    rank 0 stops (SIGSTOP) when it begins to wait for a message
     1:0:optimizer:slow=8     rank 1 sleeps 8 s; nothing should fail
+    3:2:backward:nan         a gradient of rank 3 is spoilt in step 2
 
 See it run: ``MINIMEG_FAULT=2:3:forward:kill python -m torch.distributed.run --nproc-per-node 4 -m minimeg.train --tp 2 --pp 2``.
 """
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 
 from minimeg.faults.blackbox import PHASES, BlackBox
 
-KINDS = ("kill", "raise", "exit", "stop", "slow")
+KINDS = ("kill", "raise", "exit", "stop", "slow", "nan", "corrupt")
 
 
 class InjectedFault(RuntimeError):
@@ -29,6 +30,7 @@ class Fault:
     """One rank fails once, when it enters ``phase`` of ``step`` (counted from 0).
 
     kill: SIGKILL. raise: an exception. exit: ``os._exit(0)``, as if all were well. stop: SIGSTOP. slow: sleeps for ``seconds``.
+    nan: the first gradient that is reduced next holds a NaN. corrupt: a byte of the next file of a checkpoint is flipped.
     """
 
     rank: int
@@ -71,7 +73,7 @@ class Fault:
         fault = cls.parse(text, world_size) if text else None
         return fault if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" else None
 
-    def strike(self) -> None:
+    def strike(self, box: BlackBox) -> None:
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.kind == "raise":
@@ -80,6 +82,8 @@ class Fault:
             os._exit(0)
         elif self.kind == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.kind in ("nan", "corrupt"):
+            box.planted.add(self.kind)  # whoever holds the gradient, or the file, takes it from there
         else:
             time.sleep(self.seconds)
 
@@ -90,6 +94,6 @@ def armed(box: BlackBox, fault: Fault) -> Callable[[int, str], None]:
     def react(step: int, phase: str) -> None:
         if (step, phase) == (fault.step, fault.phase):
             box.on_enter.remove(react)
-            fault.strike()
+            fault.strike(box)
 
     return react

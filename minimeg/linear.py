@@ -76,6 +76,8 @@ def accumulate(param: nn.Parameter, grad: Tensor) -> None:
 
 
 class _Linear(Function):
+    saves = (0, 1)  # x and the weight, known before the product is made
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -24,8 +24,8 @@ See it run: ``notebooks/11_recomputation.ipynb``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
-from minimeg.autograd import apply
+from minimeg.autograd import REPLAYS, apply
 from minimeg.comm import Group
-from minimeg.replay import Arguments, Piece, Stream, Surroundings
+from minimeg.replay import Arguments, Piece, Stream, Surroundings, describe, difference
 
 __all__ = ["WATCHERS", "Kept", "RecomputationError", "Recompute", "checkpoint"]
 
@@ -143,7 +143,7 @@ class Kept:
     def get(self) -> Tensor:
         if self.tensor._version != self.version:
             raise RuntimeError(
-                f"a tensor needed for gradient computation, {_describe(self.tensor)}, has been modified by an inplace operation: "
+                f"a tensor needed for gradient computation, {describe(self.tensor)}, has been modified by an inplace operation: "
                 f"it is at version {self.tensor._version}, expected {self.version}. (A parameter must not be updated between a "
                 "block's forward and its backward, either.)"
             )
@@ -230,9 +230,16 @@ class _Block:
                     raise _Stop
             return x.detach()
 
+        def foresee(tensors: Sequence[Tensor]) -> None:
+            """An operation will save these when it is done. If nothing after them is wanted, it need not begin."""
+            coming = [x for x in tensors if not _is_parameter(x)]
+            if count + len(coming) > last and not to_the_end and _innermost(pack):
+                for x in coming:
+                    pack(x)
+
         try:
             hooks = saved_tensors_hooks(pack, lambda x: x)
-            with self.surroundings.restored(), torch.enable_grad(), hooks, suppress(_Stop):
+            with self.surroundings.restored(), torch.enable_grad(), hooks, _listening(foresee), suppress(_Stop):
                 result = self.function(*args, **kwargs)
                 if self.forgets_result:
                     pack(result)
@@ -250,12 +257,12 @@ class _Block:
         slot = self.slots[position]()
         if slot is not None:
             slot.kept = _keep(x)
-        difference = ""
+        how = ""
         if slot is not None and (slot.shape, slot.dtype) != (x.shape, x.dtype):
-            difference = f"{_describe(slot)} in the forward, {_describe(x)} in the replay"
+            how = f"{describe(slot)} in the forward, {describe(x)} in the replay"
         elif self.expected is not None:
-            difference = _difference(self.expected[position], x)
-        return [f"saved tensor {position} of {len(self.slots)}: {difference}"] if difference else []
+            how = difference(self.expected[position], x)
+        return [f"saved tensor {position} of {len(self.slots)}: {how}"] if how else []
 
     def explain(self, faults: list[str]) -> str:
         function = self.function.func if isinstance(self.function, partial) else self.function
@@ -266,6 +273,21 @@ class _Block:
             f"{name}{where} does not do the same again, so its gradient would be wrong:{lines}\nUsual causes: a generator that is "
             "not in streams, a buffer or a Python variable that the block itself changes, a branch on something that has changed since."
         )
+
+
+@contextmanager
+def _listening(foresee: Callable[[Sequence[Tensor]], None]) -> Iterator[None]:
+    REPLAYS.append(foresee)
+    try:
+        yield
+    finally:
+        REPLAYS.pop()
+
+
+def _innermost(pack: Callable[[Tensor], object]) -> bool:
+    """Are these the hooks that the next saved tensor goes to? If torch does not say: no."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: None)(True)
+    return top is not None and top[0] is pack
 
 
 class _KeepInputs(Function):
@@ -281,25 +303,5 @@ class _KeepInputs(Function):
         raise AssertionError("this node lies beside the graph: nothing flows back to it")
 
 
-# ---- words for errors --------------------------------------------------------------------------------------------------------
-
-
 def _is_parameter(x: Tensor) -> bool:
     return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
-
-
-def _describe(x: Tensor | _Slot) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
-
-
-def _difference(expected: Tensor, x: Tensor) -> str:
-    """How two saved tensors differ; empty if they are equal (NaN equals NaN)."""
-    if _describe(expected) != _describe(x):
-        return f"{_describe(expected)} in the forward, {_describe(x)} in the replay"
-    differs = (expected != x) & ~((expected != expected) & (x != x))
-    count = int(differs.sum())
-    if count == 0:
-        return ""
-    wide = torch.complex128 if x.is_complex() else torch.float64
-    largest = (expected.to(wide) - x.to(wide)).abs()[differs].max().item()
-    return f"{_describe(x)} differs in {count} of {x.numel()} elements, by at most {largest:.3g}"

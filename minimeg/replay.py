@@ -215,3 +215,30 @@ def _default_stream(device: torch.device) -> Stream:
 
 def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
     return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+
+
+# ---- words for what a replay did otherwise -------------------------------------------------------------------------------------
+
+
+class Described(Protocol):
+    """What is left of a tensor that was forgotten."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def describe(x: Tensor | Described) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+
+
+def difference(expected: Tensor, x: Tensor) -> str:
+    """How two saved tensors differ; empty if they are equal (NaN equals NaN)."""
+    if describe(expected) != describe(x):
+        return f"{describe(expected)} in the forward, {describe(x)} in the replay"
+    differs = (expected != x) & ~((expected != expected) & (x != x))
+    count = int(differs.sum())
+    if count == 0:
+        return ""
+    wide = torch.complex128 if x.is_complex() else torch.float64
+    largest = (expected.to(wide) - x.to(wide)).abs()[differs].max().item()
+    return f"{describe(x)} differs in {count} of {x.numel()} elements, by at most {largest:.3g}"

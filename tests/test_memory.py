@@ -289,6 +289,15 @@ def test_labels_micro_batches_in_flight() -> None:
     assert m.peak == 4 * 32
 
 
+def test_a_replay_saves_on_the_account_of_its_forward() -> None:
+    with activation_memory() as m:
+        with label("micro-batch 0"):
+            y = checkpoint(lambda x: x.sin().exp(), torch.ones(8, requires_grad=True))
+        with label("another"):
+            y.sum().backward()
+    assert m.labels() == {"micro-batch 0": (0, 64)}
+
+
 def test_modules_by_name_also_in_a_replay_that_stops_early() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.GELU()), nn.Tanh())
     with activation_memory(model) as m:

@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from minimeg.data import MicroBatch, TextDataset, encode
 from minimeg.data_parallel import GradientReducer
+from minimeg.memory_table import describe
 from minimeg.models.config import GPTConfig
 from minimeg.models.gpt import GPT
 from minimeg.models.recomputation import NOTHING, Plan, Recomputation, sliding_window, window_that_fits
@@ -235,6 +237,38 @@ def test_the_trainer_keeps_what_the_window_says_on_every_data_parallel_rank(rank
         assert ran == 2 * (5 + 5 - len(kept))
     for _, ran in ranks(4, trainer_steps, replace(options, recompute_granularity=None, recompute_keep_microbatches=0)):
         assert ran == 2 * 5
+
+
+@pytest.mark.parametrize(
+    ("mode", "dropout", "again"),
+    [
+        (Recomputation("full"), 0.1, 1 / 3),
+        (Recomputation("full", "block", 1), 0.1, 1 / 6),
+        # Without dropout nothing is saved behind the MLP's second product, 8 of the forward's 28 parts: it is not repeated.
+        (Recomputation("full"), 0.0, 20 / 28 / 3),
+        (Recomputation("full", num_layers=2), 0.0, 48 / 56 / 3),
+        # The core is a seventh of the forward; its second product is behind the last tensor that backward wants.
+        (Recomputation("selective"), 0.1, 1 / 42),
+        # So is the second of the MLP.
+        (Recomputation("selective", modules=("mlp",)), 0.1, 8 / 28 / 3),
+        (Recomputation("selective", modules=("layernorm",)), 0.1, 0),
+    ],
+    ids=lambda value: describe(value) if isinstance(value, Recomputation) else "",
+)
+def test_flops_that_are_done_again(mode: Recomputation, dropout: float, again: float) -> None:
+    """Counted by torch, for two layers with s = h: a third for everything, and nothing that backward does not want."""
+    config = GPTConfig(6, 64, 4, 27, 64, hidden_dropout=dropout, attention_dropout=dropout)
+    tokens = torch.zeros(2, 64, dtype=torch.int64)
+    flops = []
+    for how in (Recomputation(), mode):
+        stage = GPT(config, single_process().tp, 1, 3, recomputation=how)
+        with FlopCounterMode(display=False) as counter:
+            stage(
+                torch.ones(64, 2, 64, requires_grad=True), MicroBatch(tokens, tokens, tokens == 0, 0, 0)
+            ).sum().backward()
+        flops.append(counter.get_total_flops())
+    assert flops[0] == 3 * 2 * (24 * 2 * 64 * 64**2 + 4 * 2 * 64**2 * 64)
+    assert flops[1] / flops[0] == pytest.approx(1 + again, rel=1e-12)
 
 
 # ---- CASES 32 and 33 on the model itself -----------------------------------------------------------------------------------------

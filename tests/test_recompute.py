@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
 
 from minimeg.layers import ColumnParallelLinear
 from minimeg.linear import WeightGradientStore
@@ -1110,3 +1111,52 @@ def test_into_inside_a_block_and_around_one() -> None:
         grads.append(torch.autograd.grad(y.sum(), [x, *parameters]))
     for other in grads[1:]:
         assert all(torch.equal(a, b) for a, b in zip(grads[0], other, strict=True))
+
+
+# ---- a dear operation behind the last wanted tensor does not run -----------------------------------------------------------------
+
+
+def test_the_last_linear_is_not_repeated() -> None:
+    """A Function's tensors are saved when it is done; a linear says before what they will be."""
+    group = single_process().tp
+    first, second = (ColumnParallelLinear(6, 6, group=group).double() for _ in range(2))
+
+    def block(x: Tensor) -> Tensor:
+        return second(first(x).tanh())
+
+    product, flops, grads = 2 * 4 * 6 * 6, [], []
+    for run in (plain, checkpoint, Recompute(check=True)):
+        x = inputs()
+        y = run(block, x).sum()
+        first.zero_grad()
+        second.zero_grad()
+        with FlopCounterMode(display=False) as counter:
+            y.backward()
+        flops.append(counter.get_total_flops())
+        grads.append([x.grad, first.weight.grad, second.weight.grad])
+    # Two products for each linear, and the first one's forward again. To compare everything, check runs to the end.
+    assert flops == [4 * product, 5 * product, 6 * product]
+    for other in grads[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(grads[0], other, strict=True))
+
+
+def test_what_a_linear_says_is_not_taken_for_somebody_elses() -> None:
+    """Its tensors go to other hooks, or it saves none: then it must not fill a slot of the block."""
+    group = single_process().tp
+    first, second = (ColumnParallelLinear(6, 6, group=group).double() for _ in range(2))
+    frozen = ColumnParallelLinear(6, 6, group=group).double().requires_grad_(False)
+
+    def under_other_hooks(x: Tensor) -> Tensor:
+        with saved_tensors_hooks(lambda y: y.clone(), lambda y: y):
+            y = first(x)
+        return second(y)
+
+    def behind_a_frozen_one(x: Tensor) -> Tensor:
+        return second(frozen(x.detach()))
+
+    def around_another_block(x: Tensor) -> Tensor:
+        return second(checkpoint(first, x))
+
+    for block in (under_other_hooks, behind_a_frozen_one, around_another_block):
+        expected = torch.autograd.grad(block(inputs()).sum(), [second.weight])
+        assert torch.equal(torch.autograd.grad(checkpoint(block, inputs()).sum(), [second.weight])[0], expected[0])

@@ -9,6 +9,7 @@ Minutes a notebook, so not part of ``make test``: ``python -m tests.notebooks.mu
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
+from nbclient.exceptions import CellTimeoutError, DeadKernelError
 
 from tests.notebooks.pages import MAGIC, NOTEBOOKS, ROOT
 
@@ -49,7 +51,7 @@ PACKAGE = [
     ("cost/communication.py", "return total * shape.sequence", "return 2 * total * shape.sequence"),
     ("cost/communication.py", "return 2 * microbatches * chunks", "return 3 * microbatches * chunks"),
     ("cost/activations.py", "sbh = shape.sequence * microbatch", "sbh = 2 * shape.sequence * microbatch"),
-    ("data_parallel.py", "if parameters and group.size > 1:", "if False:"),
+    ("data_parallel.py", "if bucket.partial:", "if False:"),
     ("models/transformer.py", "return x + self._dropout(plan", "return 2 * x + self._dropout(plan"),
     ("optimizer.py", "self.update.step()", "pass"),
 ]  # fmt: skip
@@ -80,7 +82,8 @@ def outcome(page: nbformat.NotebookNode, folder: Path) -> dict[str, bool]:
     client = NotebookClient(
         page, timeout=120, kernel_name="python3", allow_errors=True, resources={"metadata": {"path": str(folder)}}
     )
-    client.execute(env=environment, stderr=subprocess.DEVNULL)
+    with contextlib.suppress(DeadKernelError, CellTimeoutError):  # what was reached counts all the same
+        client.execute(env=environment, stderr=subprocess.DEVNULL)
     told = [line.split("\t") for line in log.read_text().splitlines()]
     return {
         f"{kind} {name}": mark in ("ok", "as predicted") for kind, name, mark in told if kind in ("check", "broken")

@@ -81,8 +81,10 @@ class Writer:
     def _agree(self, fault: str | None) -> None:
         self._fault = None
         said = self.state.world.all_gather_json(fault)
-        faults = [f"rank {rank}: {fault}" for rank, fault in enumerate(said) if fault]
+        faults = [f"rank {rank}: {one}" for rank, one in enumerate(said) if one]
         if faults:
+            if fault is None:
+                time.sleep(0.5)  # the rank whose fault it is speaks first, and so is the one that is blamed
             raise CheckpointError("the checkpoint was not written; the one before it stays\n  " + "\n  ".join(faults))
 
     def _own(self, entries: Sequence[Entry]) -> list[Entry]:

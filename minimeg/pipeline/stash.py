@@ -97,7 +97,7 @@ class Stash:
 
     def _forget(self, after: int) -> None:
         """Drop the versions that no micro-batch uses or will use. ``after``: the last whose backward is done."""
-        coming = _double_buffered(after + 1, self.accumulate) if self.delayed else self.newest
+        coming = _double_buffered(after + 1, self.accumulate) if self.delayed and after < self.last else self.newest
         needed = {self.newest, *self.used_by.values(), *range(coming, self.newest)}
         self.versions = {number: weights for number, weights in self.versions.items() if number in needed}
 

@@ -193,3 +193,26 @@ def test_mean_times_are_what_the_simulation_was_given(name):
     else:
         expected = {"F": given["F"], "B": (3.0, 4.5, 5.5), "W": (0.0,) * 3}
     assert {kind: pytest.approx(times) for kind, times in expected.items()} == found
+
+
+@pytest.mark.parametrize(
+    "name", ["gpipe", "1f1b", "interleaved", "forward-only", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
+)
+@pytest.mark.parametrize("comm", [0, 0.25])
+def test_mean_times_are_what_simulate_takes(name, comm):
+    """From a timeline back to the times of whole stages, per rank, and from these to the same timeline. Where there is no W, B is
+    measured whole: backward + weight."""
+    schedule = build(name, 3, 5)
+    forward, backward, weight = [1, 2, 3], [2, 5, 4], [1, 1.5, 2]
+    timeline = simulate(schedule, forward, backward, weight, comm)
+    times = timeline.mean_times()
+    whole = [0] * 3 if schedule.forward_only else backward
+    if not schedule.split and not schedule.forward_only:
+        whole = [b + w for b, w in zip(backward, weight, strict=True)]
+    assert times["F"] == pytest.approx(forward)
+    assert times["B"] == pytest.approx(whole)
+    assert times["W"] == pytest.approx(weight if schedule.split else [0, 0, 0])
+    again = simulate(schedule, times["F"], times["B"], times["W"], comm)
+    for row, expected in zip(again.spans, timeline.spans, strict=True):
+        assert [span.action for span in row] == [span.action for span in expected]
+        assert [t for span in row for t in span[1:]] == pytest.approx([t for span in expected for t in span[1:]])

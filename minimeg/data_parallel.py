@@ -125,6 +125,12 @@ class GradientReducer:
         self._under_way.clear()
         self._departures = [_Departures(buckets) for buckets in self.buckets]
 
+    def require_finished(self) -> None:
+        """RuntimeError between :meth:`ready` and :meth:`finish`: the sums are not there yet."""
+        under_way = [chunk for chunk, departures in enumerate(self._departures) if departures.ready]
+        if under_way:
+            raise RuntimeError(f"the gradients of chunks {under_way} are still being summed: call finish() first")
+
     def zero(self) -> None:
         """Forget the gradients of this step."""
         self.largest.clear()

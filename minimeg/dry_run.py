@@ -123,10 +123,12 @@ def comparison(run: DryRun) -> list[tuple[str, float, float | None]]:
     if config.num_layers % (p * schedule.chunks) == 0:
         if config.tied and schedule.placement == "loop":
             parameters = rank_parameters(shape, t, p, stage)
-        if size == 2 and config.hidden_dropout and config.attention_dropout:  # the papers count masks and 16 bits
+        counted = size == 2 and config.hidden_dropout and config.attention_dropout  # the papers count masks and 16 bits
+        if counted and options.recompute_granularity is None:
             in_flight = prove(schedule).peak_in_flight[stage]
             activations = in_flight * layers // schedule.chunks * activation_bytes_per_layer(shape, b, t, sp)
     in_layers = layers * tensor_parallel_elements(shape, b, t, sp, regather=True) * size
+    again = options.recompute_granularity is not None  # what is sent once more depends on what is recomputed
     at_the_ends = (2 * first + (3 if sp else 2) * last) * sbh * (t - 1) / t  # embedding and output layer
     tensor = [r.wire for r in book.records if r.group == "tp" and r.payload == sbh]
     message = size * pipeline_message_elements(shape, b, t if sp else 1)
@@ -134,11 +136,17 @@ def comparison(run: DryRun) -> list[tuple[str, float, float | None]]:
     gradients = data_parallel_elements(run.parameters, sizes["dp"]) * max(
         size, 4
     )  # half precision is summed in float32
+    if options.use_distributed_optimizer:
+        gradients /= 2  # a reduce-scatter; the other half, the all-gather, brings the parameters back
     return [
         ("parameters", run.parameters, parameters),
         ("activations at the peak (formula: of the layers), bytes", run.activations - run.statistics, activations),
         ("  and statistics of the norms, bytes", run.statistics, None),
-        ("tensor parallelism, all [s, b, h], bytes sent", sum(tensor), float(m * (in_layers + at_the_ends))),
+        (
+            "tensor parallelism, all [s, b, h], bytes sent",
+            sum(tensor),
+            None if again else float(m * (in_layers + at_the_ends)),
+        ),
         ("messages sent along the pipeline", book.total("count", "pp", "send"), messages),
         ("  bytes sent", book.total("wire", "pp", "send"), messages * message),
         ("gradients over data parallelism, bytes sent", book.total("wire", "dp-cp", phase="gradients"), gradients),

@@ -148,6 +148,8 @@ class Optimizer:
         Raises:
             NonFiniteError: on all ranks alike; no parameter and no state has changed.
         """
+        if self.reducer is not None:
+            self.reducer.require_finished()
         survey = self.norm.survey(loss)
         norm = survey.norm / self.loss_scale
         self.skipped = None

@@ -114,8 +114,8 @@ def model_states(reducer: GradientReducer, state: Iterable[Tensor], moments: int
     """Measure this rank. ``state``: the optimizer's tensors; one that shares memory with a weight costs nothing more."""
     buckets = [bucket for buckets in reducer.buckets for bucket in buckets]
     params = [param for bucket in buckets for param, _ in bucket.members]
-    owned = {param.untyped_storage().data_ptr() for param in params}
-    kept = [x for x in state if x.untyped_storage().data_ptr() not in owned]
+    owned = {param.untyped_storage() for param in params}  # not their addresses: those of meta tensors are all 0
+    kept = [x for x in state if x.untyped_storage() not in owned]
     return ModelStates(
         parameters=sum(param.numel() for param in params),
         weights=sum(param.nbytes for param in params),

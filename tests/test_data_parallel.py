@@ -16,6 +16,7 @@ from minimeg.data_parallel import GradientReducer
 from minimeg.ledger import RECORDER, Entry
 from minimeg.linear import WeightGradientStore, linear
 from minimeg.models.gpt import GPT
+from minimeg.optimizer import Optimizer
 from minimeg.parallel_state import ParallelState, initialize_model_parallel, single_process
 from minimeg.parameter import Shard, ShardedModule, named_shards
 from minimeg.pipeline import run
@@ -113,8 +114,13 @@ def test_frozen_parameters_are_left_alone() -> None:
 
 
 def test_out_of_turn() -> None:
-    reducer = GradientReducer([Vectors(2), Vectors(2)], single_process())
+    chunks = [Vectors(2), Vectors(2)]
+    chunks[1].set_shard("p0", Shard("another", (2,)))
+    reducer = GradientReducer(chunks, single_process())
+    optimizer = Optimizer(chunks, single_process(), reducer=reducer)
     reducer.ready(1)
+    with pytest.raises(RuntimeError, match=r"chunks \[1\] are still being summed: call finish\(\) first"):
+        optimizer.step(0.1)
     with pytest.raises(RuntimeError, match="chunk 1 was reduced twice"):
         reducer.ready(1)
     with pytest.raises(RuntimeError, match=r"chunks \[0\] were never ready"):

@@ -38,6 +38,15 @@ LAYOUTS = {
     "pp2-n2-dp4": replace(SMALL, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
     "tp2-pp4-zb-h1": replace(SMALL, tensor_model_parallel_size=2, pipeline_model_parallel_size=4, schedule="zb-h1"),
     "dp8": SMALL,
+    "tp2-dp4-zero": replace(SMALL, tensor_model_parallel_size=2, use_distributed_optimizer=True),
+    "tp2-pp2-dp2-full": replace(
+        SMALL,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        recompute_granularity="full",
+        recompute_method="uniform",
+        recompute_num_layers=1,
+    ),
 }
 
 
@@ -67,7 +76,7 @@ def test_the_ledger_of_a_dry_run_is_that_of_a_real_one(ranks: Any, name: str) ->
     assert not dist.is_initialized(), "the imagined world is gone"
 
 
-@pytest.mark.parametrize("name", ["tp2-pp2-dp2", "tp2-sp-pp4", "pp2-n2-dp4"])
+@pytest.mark.parametrize("name", ["tp2-pp2-dp2", "tp2-sp-pp4", "pp2-n2-dp4", "tp2-dp4-zero"])
 @pytest.mark.parametrize("rank", [0, 2, 7])
 def test_what_is_counted_is_what_the_papers_say(name: str, rank: int) -> None:
     run = imagined(LAYOUTS[name], rank)

@@ -13,7 +13,9 @@ import pytest
 
 from tests.test_train import ROOT, environment
 
-SMALL = "--train-iters 2 --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --timeout 3 --eval-iters 1"
+SMALL = (
+    "--train-iters 2 --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --timeout 3 --eval-iters 1"
+)
 FLAGS = SMALL.split()
 TRAIN = [sys.executable, "-m", "minimeg.train", *FLAGS]
 

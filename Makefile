@@ -82,7 +82,8 @@ bench: setup  ## measure against other implementations (tests/benchmarks)
 	@$(PYTHON) -m tests.benchmarks
 
 docs: $(VENV)/.docs  ## build the site into docs/_build/html; a warning is an error
-	@$(PYTHON) -m sphinx -W --keep-going -b html docs docs/_build/html
+	@$(PYTHON) docs/builder/pyodide.py
+	@$(PYTHON) -m sphinx -W --keep-going -b html -d docs/_build/doctrees docs docs/_build/html
 
 $(VENV)/.docs: $(READY)
 	@$(PIP) -e '.[docs]'; touch $@

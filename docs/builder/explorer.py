@@ -8,7 +8,6 @@ import zipfile
 from pathlib import Path
 
 from builder.pyodide import CACHE
-
 from minimeg.lab.pages import schedule_page
 
 NAMES = ("1f1b", "gpipe", "interleaved", "zb-h1")

@@ -8,10 +8,11 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
-from builder import explorer, pages, pictures
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx import addnodes
+
+from builder import explorer, pages, pictures
 
 SECTION = re.compile(r"^\s*(Args|Arguments|Attributes|Raises|Returns|Yields|Example|Examples|Note)\s*:\s*$")
 LITERAL = re.compile(r"``.+?``|:\w+:`[^`]+`")

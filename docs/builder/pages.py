@@ -116,9 +116,13 @@ def modules_of(path: Path, root: Path) -> list[str]:
 
 def benchmarks(data: Path) -> str:
     """docs/benchmarks.json as tables; where nobody has measured yet, the page says so."""
-    start = "# Benchmarks\n\nWritten by `make bench` (tests/benchmarks). Ratios are formed within each round; the range is that of the middle half."
+    start = (
+        "# Benchmarks\n\nWritten by `make bench` (tests/benchmarks). "
+        "Ratios are formed within each round; the range is that of the middle half."
+    )
     if not data.exists():
-        return f"{start}\n\nNobody has measured yet on this checkout: `make bench` writes `docs/benchmarks.json`, and this page is made from it.\n"
+        nobody = "Nobody has measured yet on this checkout: `make bench` writes `docs/benchmarks.json`, from which this page is made."
+        return f"{start}\n\n{nobody}\n"
     report = json.loads(data.read_text(encoding="utf-8"))
     about = ", ".join(f"{name}: {value}" for name, value in report["machine"].items())
     parts = [start, f"Measured on: {about}."]

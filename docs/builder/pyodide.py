@@ -1,7 +1,7 @@
 """Fetch the Python that runs in a browser, once: ``python docs/builder/pyodide.py``, called by ``make docs``.
 
-The package is pinned by version and digest, so the site is the same wherever it is built. Without npm, or without a network, the site is
-built all the same: its schedule explorer then shows prepared pictures only.
+The package is pinned by version and digest, so the site is the same wherever it is built. Without npm, or without a network, the site
+is built all the same: its schedule explorer then shows prepared pictures only.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ TOP_LEVEL = [
     "LICENSE",
     "Makefile",
     "README.md",
+    "README.zh.md",
     "constraints.txt",
     "docs",
     "minimeg",

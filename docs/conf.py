@@ -37,6 +37,7 @@ html_math_renderer = "mathml"
 html_theme = "furo"
 html_title = "minimeg"
 html_static_path = ["_static"]
+html_favicon = "_static/favicon.svg"
 html_css_files = ["minimeg.css"]
 html_copy_source = False
 html_show_sphinx = False

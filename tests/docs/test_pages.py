@@ -186,8 +186,12 @@ def test_every_room_has_a_picture_that_says_what_there_is_to_see() -> None:
     from builder import pictures
 
     for page in sorted((DOCS / "rooms").glob("*.md")):
-        names = re.findall(r"pictures/(\w+)\.svg", page.read_text(encoding="utf-8"))
-        assert names or page.name == "index.md", page.name
+        text = page.read_text(encoding="utf-8")
+        names = re.findall(r"pictures/(\w+)\.svg", text)
+        measured = re.findall(r"\.\./(images/\w+\.svg)", text)
+        assert names or measured or page.name == "index.md", page.name
+        for name in measured:
+            assert "measured" in pictures.description((DOCS / name).read_text(encoding="utf-8")), (page.name, name)
         for name in names:
             words = (
                 pictures.description(pictures.PICTURES[name]())

@@ -16,7 +16,7 @@ See it run: ``python -m torch.distributed.run --nproc-per-node 4 -m minimeg.demo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from minimeg.ledger import RECORDER, Entry, Ledger, ledger, phase
-from minimeg.signature import Mailboxes, signature, wire_tag
+from minimeg.signature import Mailboxes, difference, packed, signature, wire_tag
 
 __all__ = ["CommunicationError", "Group", "Ledger", "Pending", "ledger", "phase"]
 
@@ -218,11 +218,30 @@ class Group:
 
         def compare() -> None:
             if (sent := announced()) != expected:
-                raise RuntimeError(
-                    f"position {src} of {self.name} sent {sent}, but {expected} was expected (tag {tag})"
-                )
+                raise RuntimeError(f"position {src} of {self.name} sent {sent}, but {expected} was expected")
 
         return self._pending(entry, work, lambda: buffer.to(target), before=compare)
+
+    @contextmanager
+    def agreed(self, sends: Mapping[int, Sequence[str]], receives: Mapping[int, Sequence[str]]) -> Iterator[None]:
+        """Compare the signatures of many messages at once; those sent inside the ``with`` are then not compared one by one.
+
+        ``sends`` and ``receives``: by position, the signatures of all that will go there, or is expected from there, in order.
+        Raises CommunicationError, which names both sides, where they see a message differently; none has been sent then.
+        """
+        store, self.store = self.store, None
+        try:
+            if store is not None:
+                for peer, mine in sends.items():
+                    store.queue_push(self._mailbox(self.rank, peer, "all"), packed(mine))
+                for peer, expected in receives.items():
+                    with self._explain(f"messages from {peer}"):
+                        sent = self._mailboxes.next(store, self._mailbox(peer, self.rank, "all"))()
+                        if fault := difference(sent, expected):
+                            raise RuntimeError(f"position {peer} of {self.name} will send {fault}")
+            yield
+        finally:
+            self.store = store
 
     # ---- how the promises are kept -----------------------------------------------------------------------------------------
 
@@ -251,16 +270,16 @@ class Group:
                 f"{self.name} {list(self.ranks)} has no process group (any more): its ParallelState was destroyed"
             )
         entry = RECORDER.start(op, self.name, f"{signature(x.shape, x.dtype)} {note}".rstrip(), payload, self.size)
-        with self._explain(entry):
+        with self._explain(f"{entry.op} {entry.what}"):
             yield entry
 
     @contextmanager
-    def _explain(self, entry: Entry) -> Iterator[None]:
+    def _explain(self, what: str) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
             raise CommunicationError(
-                f"rank {self.ranks[self.rank]} ({self.coordinates or 'no grid'}): {entry.op} {entry.what} over {self.name} "
+                f"rank {self.ranks[self.rank]} ({self.coordinates or 'no grid'}): {what} over {self.name} "
                 f"{list(self.ranks)} failed: {error}\nThe last operations of this rank:\n{RECORDER}"
             ) from error
 
@@ -268,7 +287,7 @@ class Group:
         self, entry: Entry, work: Any, result: Callable[[], Tensor], before: Callable[[], None] | None = None
     ) -> Pending:
         def finish() -> Tensor:
-            with self._explain(entry):
+            with self._explain(f"{entry.op} {entry.what}"):
                 if before is not None:
                     before()
                 work.wait()
@@ -277,7 +296,7 @@ class Group:
 
         return Pending(finish)
 
-    def _mailbox(self, src: int, dst: int, tag: int) -> str:
+    def _mailbox(self, src: int, dst: int, tag: int | str) -> str:
         return f"minimeg/{self.ranks[src]}>{self.ranks[dst]}/{self.name}/{tag}"
 
     def _check_position(self, field: str, position: int) -> None:

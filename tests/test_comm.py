@@ -298,6 +298,42 @@ def test_the_sender_of_something_else_gives_up_and_says_what_it_sent(ranks: Any)
     assert 0.9 < waited < 10
 
 
+def agree(sent: list[str], expected: list[str]) -> None:
+    g = initialize_model_parallel(1, 2).pp
+    with g.agreed({1: sent}, {}) if g.rank == 0 else g.agreed({}, {0: expected}):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected", "fault"),
+    [
+        (["a", "a", "b"], ["a", "b", "b"], "will send a as message 1 of 3, but b was expected"),
+        (["a", "a"], ["a"], "will send a as message 1 of 2, but nothing was expected"),
+        (["a"], ["a", "a"], "will send nothing as message 1 of 1, but a was expected"),
+    ],
+)
+def test_many_messages_are_compared_at_once(ranks: Any, sent: list[str], expected: list[str], fault: str) -> None:
+    ranks(2, agree, 3 * sent, 3 * sent)
+    with pytest.raises(RankError, match=f"position 0 of pp {fault}"):
+        ranks(2, agree, sent, expected)
+
+
+def unequal_after_an_agreement() -> None:
+    g = initialize_model_parallel(1, 2).pp
+    nothing: dict[int, list[str]] = {}
+    with g.agreed(nothing, nothing):
+        pass
+    if g.rank == 0:
+        g.isend(torch.ones(4), 1).wait()
+    else:
+        g.irecv((8,), torch.float32, 0).wait()
+
+
+def test_after_an_agreement_messages_are_compared_one_by_one_again(ranks: Any) -> None:
+    with pytest.raises(RankError, match=r"position 0 of pp sent float32\[4\], but float32\[8\] was expected"):
+        ranks(2, unequal_after_an_agreement)
+
+
 # ---- mistakes of the caller ---------------------------------------------------------------------------------------------------
 
 

@@ -11,8 +11,6 @@ What is kept between F and B decides the memory of a pipeline, so this file keep
   dropped once its message has left (Megatron-LM's ``deallocate_output_tensor``, without its trick of shrinking the data);
 * of the last stage, the graph of the loss, and no logits.
 
-F and B of a micro-batch meet across ranks in the shapes they expect, and both ends compute those from the same micro-batch.
-
 Source: Narayanan et al. 2021, section 2.2, for the schedules; Qi et al. 2023 for W. See it run: ``notebooks/06_pipelines.ipynb``.
 """
 
@@ -32,8 +30,9 @@ from minimeg.comm import Group, Pending, phase
 from minimeg.faults import BOX
 from minimeg.linear import WeightGradientStore
 from minimeg.memory import label
-from minimeg.pipeline.interface import Result, Shape, check
+from minimeg.pipeline.interface import Result, check
 from minimeg.pipeline.recorder import Recorder
+from minimeg.pipeline.shapes import Shapes
 from minimeg.pipeline.stash import Stash
 from minimeg.schedule import Action, Schedule, Transfer, plan, prove
 from minimeg.schedule.messages import Free, Recv, Run, Send, Step
@@ -127,6 +126,7 @@ class _Executor:
 
     def __post_init__(self) -> None:
         mine = self.schedule.ranks[self.group.rank]
+        self.shapes = Shapes(self.chunks, self.microbatches)
         self.trains = any(action.kind == "B" for action in mine)
         self.device = next((p.device for chunk in self.chunks for p in chunk.parameters()), torch.device("cpu"))
         self.total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -137,8 +137,9 @@ class _Executor:
     def run(self, steps: Sequence[Step]) -> Result:
         self._attach(self.stores or [None] * len(self.chunks))
         try:
-            for step in steps:
-                self._carry_out(step)
+            with self.group.agreed(*self.shapes.signatures(steps)):
+                for step in steps:
+                    self._carry_out(step)
         finally:
             self._attach([None] * len(self.chunks))
         self._require_nothing_left()
@@ -161,7 +162,7 @@ class _Executor:
     def _carry_out(self, step: Step) -> None:
         match step:
             case Recv(transfer):
-                shape, dtype = self._expected(transfer.consumer)
+                shape, dtype = self.shapes.taken(transfer.consumer)
                 self.receives[transfer.consumer] = self.group.irecv(
                     shape, dtype, transfer.source, transfer.tag, self.device
                 )
@@ -173,6 +174,7 @@ class _Executor:
                     raise
             case Send(transfer):
                 message = self.outbox.pop(transfer.producer)
+                self.shapes.require_promised(transfer.producer, message)
                 self.sends[transfer] = self.group.isend(message, transfer.destination, transfer.tag)
                 self.peak_sends = max(self.peak_sends, len(self.sends))
             case Free(transfer):
@@ -264,12 +266,6 @@ class _Executor:
             self.handed_over[receiver] = message
         else:
             self.outbox[action] = message
-
-    def _expected(self, consumer: Action) -> Shape:
-        """An F takes the activation that enters its chunk; a B the gradient of what the chunk put out."""
-        chunk, microbatch = self.chunks[consumer.chunk], self.microbatches[consumer.microbatch]
-        shape: Shape = chunk.input_shape(microbatch) if consumer.kind == "F" else chunk.output_shape(microbatch)
-        return shape
 
     def _virtual(self, chunk: int) -> int:
         return self.schedule.virtual_stage(self.group.rank, chunk)

@@ -137,16 +137,45 @@ def test_the_rank_that_fails_is_the_one_reported(
     assert re.search(f"ranks {others[0]}[-,]{others[1]}  waiting", message), message
 
 
-def wrong_shape() -> None:
-    """Rank 1 expects another length than rank 0 sends."""
+def wrong_shape(rank: int, method: str) -> None:
+    """A stage says of what it takes, or of what it makes, another length than it has."""
     pp = initialize_model_parallel(pipeline_model_parallel_size=2, timeout_seconds=20).pp
     schedule = build("1f1b", 2, 2)
     chunks = chunks_of(schedule, pp.rank)
-    if pp.rank == 1:
-        chunks[0].input_shape = lambda sample: ((5, 2, 6), torch.float64)  # type: ignore[method-assign]
+    if pp.rank == rank:
+        setattr(chunks[0], method, lambda sample: ((5, 2, 6), torch.float64))
+    with ledger() as book:
+        try:
+            run(schedule, chunks, samples(2), group=pp, loss=loss, normaliser=1.0)
+        finally:
+            assert book.records == [], "something was sent"
+
+
+@pytest.mark.parametrize(("rank", "method"), [(1, "input_shape"), (0, "output_shape")], ids=["taken", "made"])
+def test_stages_that_do_not_fit_are_refused_before_anything_is_sent(run_on_ranks: Any, rank: int, method: str) -> None:
+    """Either side may be the first to say so: the gradient that comes back does not fit either."""
+    right, wrong = r"float64\[4, 2, 6\]", r"float64\[5, 2, 6\]"
+    said = {rank: wrong, 1 - rank: right}
+    text = "|".join(
+        rf"position {r} of pp will send {said[r]} as message 0 of 2, but {said[1 - r]} was expected" for r in range(2)
+    )
+    with pytest.raises(Exception, match=text) as error:
+        run_on_ranks(2, wrong_shape, rank, method)
+    assert "something was sent" not in str(error.value)
+
+
+def breaks_its_promise() -> None:
+    """Both sides agree on a length that the first stage does not make."""
+    pp = initialize_model_parallel(pipeline_model_parallel_size=2, timeout_seconds=20).pp
+    schedule = build("1f1b", 2, 2)
+    chunks = chunks_of(schedule, pp.rank)
+    if pp.rank == 0:
+        real = chunks[0].forward
+        chunks[0].forward = lambda x, sample: real(x, sample)[:3]  # type: ignore[method-assign]
     run(schedule, chunks, samples(2), group=pp, loss=loss, normaliser=1.0)
 
 
-def test_a_message_of_another_shape_is_no_garbage(run_on_ranks: Any) -> None:
-    with pytest.raises(Exception, match=r"rank 1.*float64\[4, 2, 6\].*float64\[5, 2, 6\] was expected"):
-        run_on_ranks(2, wrong_shape)
+def test_a_stage_that_makes_something_else_is_named_on_its_own_rank(run_on_ranks: Any) -> None:
+    text = r"rank 0: ValueError: chunk 0 made float64\[3, 2, 6\] in F0.0, but its output_shape says float64\[4, 2, 6\]"
+    with pytest.raises(Exception, match=text):
+        run_on_ranks(2, breaks_its_promise)

@@ -27,7 +27,7 @@ from minimeg.cost import GPTShape, model_flops_per_iteration, utilisation
 from minimeg.options import Options
 from minimeg.pipeline import Recorder
 from minimeg.records import TIMELINE, Records
-from minimeg.resume import resume, save
+from minimeg.resume import changes, resume, save
 from minimeg.schedule import Timeline, simulate
 from minimeg.schedule.drawing import gantt_stack
 from minimeg.trainer import StepReport, Trainer
@@ -105,6 +105,8 @@ class Checkpoints:
             for reason in loaded.refused:
                 self.progress.say(f"not used: {reason}")
             self.progress.say(f"going on after step {loaded.step}, from {loaded.place}")
+            for change in changes(self.trainer, loaded):
+                self.progress.say(f"note: {change}")
         elif folder is not None:
             self.progress.say(f"{folder} holds no checkpoint: starting anew")
         self.progress.bar.update(loaded.step if loaded else 0)
@@ -124,7 +126,7 @@ class Checkpoints:
         if stop:
             self.writer.wait()
             self.progress.say(f"interrupted: saved after step {done}")
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(f"saved after step {done}")
 
     def __enter__(self) -> Checkpoints:
         self._before = None

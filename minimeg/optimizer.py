@@ -218,13 +218,6 @@ class Optimizer:
         for state in self.update.state.values():
             state["step"].fill_(float(self.updates))
 
-    @torch.no_grad()
-    def load_main_from_parameters(self) -> None:
-        """Main values anew from the parameters, for a checkpoint that has none."""
-        for piece, main in zip(self.pieces, self.main, strict=True):
-            if main.dtype != piece.param.dtype:
-                main.copy_(piece.of(piece.param.data))
-
     def model_states(self) -> ModelStates:
         """Bytes of weights, gradients and optimizer state on this rank, measured, beside the formulas."""
         if self.reducer is None:

@@ -18,6 +18,8 @@ from minimeg.trainer import Trainer
 
 # Of the model's configuration these may change from one run to the next: the tensors mean the same.
 FREE = ("hidden_dropout", "attention_dropout", "sequence_parallel", "whole_dropout_masks", "init_std")
+# Which samples a step reads follows from these and its number.
+DATA_ORDER = ("seed", "global_batch_size")
 
 
 def entries_of(trainer: Trainer) -> list[Entry]:
@@ -37,7 +39,7 @@ def about(trainer: Trainer) -> dict[str, Any]:
 
 def save(writer: Writer, trainer: Trainer, step: int) -> None:
     """``step``: steps done. Collective; CheckpointError on every rank if it fails on one."""
-    scalars = {"optimizer": trainer.optimizer.scalars(), "seed": trainer.options.seed}
+    scalars = {"optimizer": trainer.optimizer.scalars()} | {name: getattr(trainer.options, name) for name in DATA_ORDER}
     writer.save(step, entries_of(trainer), about(trainer), scalars)
 
 
@@ -54,3 +56,20 @@ def resume(trainer: Trainer, folder: Path) -> Loaded | None:
     if "optimizer" in loaded.scalars:
         trainer.optimizer.load_scalars(loaded.scalars["optimizer"])
     return loaded
+
+
+def changes(trainer: Trainer, loaded: Loaded) -> list[str]:
+    """Why the run will not go on as if it had never stopped, in words, as far as the checkpoint tells."""
+    options = trainer.options
+    missing = sorted({entry.kind for entry in entries_of(trainer)} - loaded.kinds - {"main"})
+    found = [f"the checkpoint holds no {', '.join(missing)}; the optimizer starts anew"] if missing else []
+    for name in DATA_ORDER:
+        now, then = getattr(options, name), loaded.scalars.get(name)
+        if then not in (None, now):
+            flag = f"--{name.replace('_', '-')}"
+            found.append(
+                f"it was saved with {flag} {then} and goes on with {flag} {now}: the order of the data changes"
+            )
+    if loaded.step >= options.train_iters:
+        found.append(f"no step is left: --train-iters is {options.train_iters}")
+    return found

@@ -33,8 +33,16 @@ from minimeg.trainer import Trainer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 1 if the comparison failed, 2 for flags or data that cannot be used."""
+    """Returns the exit code: 0, 1 if the comparison failed, 2 for flags or data that cannot be used, 130 after Ctrl-C."""
     options = parse(arguments)
+    try:
+        return _run(options)
+    except KeyboardInterrupt:
+        print("minimeg.train: interrupted", file=sys.stderr, flush=True)
+        return 130
+
+
+def _run(options: Options) -> int:
     try:
         dataset = _prepare(options)
     except ValueError as error:

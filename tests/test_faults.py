@@ -264,6 +264,7 @@ WRONG = "position 0 of pp sent float32[4], but float32[8] was expected"
         (RuntimeError("mat1 and mat2 shapes"), "failed", "RuntimeError: mat1 and mat2 shapes"),
         (SystemExit(0), "failed", "SystemExit(0) in the middle of the run"),
         (KeyboardInterrupt(), "signal", "SIGINT (Ctrl-C)"),
+        (KeyboardInterrupt("saved after step 3"), "signal", "SIGINT (Ctrl-C), saved after step 3"),
         (_communication_error(RuntimeError(GLOO + CLOSED)), "lost", CLOSED),
         (
             _communication_error(RuntimeError(f"{GLOO}{RESET}. This is typically caused by a remote worker")),

@@ -348,13 +348,3 @@ def test_state_written_into_another_optimizer_continues_bit_for_bit(
         assert seen["equal"]
         assert seen["kinds"] == kinds
         assert seen["scalars"] == {"attempts": 2, "updates": 2, "scaler": None}
-
-
-def test_main_values_can_be_made_from_parameters() -> None:
-    run = training(Layout(), single_process(), dtype=torch.bfloat16)
-    run.step(0)
-    pieces = run.optimizer.state_pieces()
-    main = pieces["layers.0.mlp.linear_fc1.weight", "main"].tensor
-    assert not torch.equal(main, main.bfloat16().float())
-    run.optimizer.load_main_from_parameters()
-    assert torch.equal(main, run.named("layers.0.mlp.linear_fc1.weight").float())

@@ -23,7 +23,7 @@ from minimeg.faults.blackbox import Ending, Snapshot
 def classify(error: BaseException) -> tuple[Ending, str]:
     """How an exception is to be told: (ending, one line). A peer's death shows as an error in those who talk to it."""
     if isinstance(error, KeyboardInterrupt):
-        return "signal", "SIGINT (Ctrl-C)"
+        return "signal", ", ".join(["SIGINT (Ctrl-C)", *map(str, error.args)])
     if isinstance(error, SystemExit):
         return "failed", f"SystemExit({error.code!r}) in the middle of the run"
     cause = error.__cause__ if isinstance(error, CommunicationError) and error.__cause__ is not None else error

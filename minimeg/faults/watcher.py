@@ -100,7 +100,9 @@ class Watcher:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         ending, line = classify(error)
-        self.box.end(ending, line, "".join(traceback.format_exception(error)))
+        # Where a run was interrupted may show why it hung; one that ended in order after Ctrl-C says so in its arguments.
+        in_order = ending == "signal" and error.args
+        self.box.end(ending, line, "" if in_order else "".join(traceback.format_exception(error)))
         if ending == "failed":
             _tell_torchrun(error)
         self._leave(130 if isinstance(error, KeyboardInterrupt) else 1)

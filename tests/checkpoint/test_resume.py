@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ from minimeg.checkpoint.reader import whole
 from minimeg.options import Options
 from minimeg.parallel_state import ParallelState, initialize_model_parallel, single_process
 from minimeg.parameter import full_state, named_shards
-from minimeg.resume import about, entries_of, resume, save
+from minimeg.resume import about, changes, entries_of, resume, save
 from minimeg.trainer import StepReport, Trainer
+from tests.test_train import environment
 from tests.test_trainer import SMALL, dataset
 
 DROPOUT = replace(SMALL, hidden_dropout=0.1, attention_dropout=0.1, global_batch_size=8, train_iters=6)
@@ -239,3 +242,44 @@ def test_a_folder_without_a_checkpoint_is_a_new_start(tmp_path: Path) -> None:
     assert resume(trainer, tmp_path) is None
     assert {entry.kind for entry in entries_of(trainer)} == {"parameter", "exp_avg", "exp_avg_sq"}
     assert "hidden_dropout" not in about(trainer)
+
+
+def test_what_keeps_a_run_from_going_on_unchanged_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another seed or batch size reads other samples; a checkpoint without moments starts the optimizer anew; no step may be left."""
+    here = single_process()
+    first = Trainer(DROPOUT, here, dataset())
+    first.step(0)
+    save(Writer(tmp_path / "sgd", here), Trainer(replace(DROPOUT, optimizer="sgd"), here, dataset()), 2)
+    save(Writer(tmp_path / "adamw", here), first, 6)
+    other = replace(DROPOUT, seed=DROPOUT.seed + 1, global_batch_size=16)
+
+    def told(options: Options, folder: str) -> list[str]:
+        trainer = Trainer(options, here, dataset())
+        loaded = resume(trainer, tmp_path / folder)
+        assert loaded is not None
+        return changes(trainer, loaded)
+
+    assert told(replace(DROPOUT, train_iters=7), "adamw") == []
+    assert told(DROPOUT, "adamw") == ["no step is left: --train-iters is 6"]
+    assert told(DROPOUT, "sgd") == ["the checkpoint holds no exp_avg, exp_avg_sq; the optimizer starts anew"]
+    assert told(replace(other, train_iters=7), "adamw") == [
+        f"it was saved with --seed {DROPOUT.seed} and goes on with --seed {other.seed}: the order of the data changes",
+        "it was saved with --global-batch-size 8 and goes on with --global-batch-size 16: the order of the data changes",
+    ]
+
+
+def test_a_finished_run_started_again_trains_nothing_and_concludes(tmp_path: Path) -> None:
+    """With everything that follows the last step: sample, loss curve, records."""
+    flags = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --eval-iters 1 --train-iters 2"
+    command = [sys.executable, "-m", "minimeg.train", *flags.split(), "--save", "run", "--load", "run"]
+    command += ["--sample", "20", "--loss-curve", "loss.png", "--run-dir", "record", "--trace", "trace.svg"]
+    done = [
+        subprocess.run(
+            command, capture_output=True, text=True, cwd=tmp_path, env=environment(), timeout=60, check=False
+        )
+        for _ in range(2)
+    ]
+    assert [each.returncode for each in done] == [0, 0], done[1].stderr
+    assert "note: no step is left: --train-iters is 2" in done[1].stdout
+    samples = [each.stdout.partition("a sample of")[2].split("-" * 72)[1] for each in done]
+    assert samples[0] == samples[1]

@@ -10,8 +10,27 @@ from tests.pipeline.layouts import Layout, compare
 
 BOUND = 1e-10
 
+# Fewer micro-batches than ranks, numbers of them that p does not divide, three ranks, three chunks, and the schedules that split the
+# backward, with tied embeddings and with sequence parallelism.
+ODD = [
+    *(
+        Layout(pp=2, schedule="interleaved", chunks=2, microbatches=m, tied=tied)
+        for m in (1, 3)
+        for tied in (True, False)
+    ),
+    Layout(tp=2, pp=2, schedule="interleaved", chunks=2, microbatches=3),
+    Layout(dp=2, pp=2, schedule="interleaved", chunks=3, microbatches=5),
+    Layout(pp=3, schedule="interleaved", chunks=2, microbatches=4, tied=False),
+    Layout(pp=4, microbatches=2, tied=False),
+    *(
+        Layout(tp=tp, pp=2, schedule=name, chunks=chunks, microbatches=m, tied=tp == 1, sequence_parallel=tp == 2)
+        for name, chunks in (("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2), ("dualpipe-v", 2))
+        for tp, m in ((1, 1), (1, 3), (2, 1), (2, 5))
+    ),
+]
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *ODD], ids=lambda layout: f"{layout}-m{layout.microbatches}")
 def test_equal_to_the_dense_reference_and_to_one_process(run_on_ranks, layout: Layout) -> None:
     results = run_on_ranks(layout.world, compare, layout)
     assert all((losses, norms) == results[0][:2] for losses, norms, _ in results), "not the same numbers on every rank"

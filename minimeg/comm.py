@@ -235,10 +235,12 @@ class Group:
                 for peer, mine in sends.items():
                     store.queue_push(self._mailbox(self.rank, peer, "all"), packed(mine))
                 for peer, expected in receives.items():
-                    with self._explain(f"messages from {peer}"):
-                        sent = self._mailboxes.next(store, self._mailbox(peer, self.rank, "all"))()
-                        if fault := difference(sent, expected):
+                    announced = self._mailboxes.next(store, self._mailbox(peer, self.rank, "all"))
+                    try:
+                        if fault := difference(announced(), expected):
                             raise RuntimeError(f"position {peer} of {self.name} will send {fault}")
+                    except RuntimeError as error:
+                        raise self._failure(f"messages from {peer}", error) from error
             yield
         finally:
             self.store = store
@@ -266,33 +268,31 @@ class Group:
     def _watch(self, op: str, x: Tensor, payload: int, note: str = "") -> Iterator[Entry]:
         """Log the operation; turn a failure inside into a CommunicationError that tells the whole story."""
         if self.handle is None:  # torch would take None for the group of all ranks
-            raise ValueError(
-                f"{self.name} {list(self.ranks)} has no process group (any more): its ParallelState was destroyed"
-            )
+            raise ValueError(f"{self.name} {list(self.ranks)} has no process group: its ParallelState was destroyed")
         entry = RECORDER.start(op, self.name, f"{signature(x.shape, x.dtype)} {note}".rstrip(), payload, self.size)
-        with self._explain(f"{entry.op} {entry.what}"):
-            yield entry
-
-    @contextmanager
-    def _explain(self, what: str) -> Iterator[None]:
         try:
-            yield
+            yield entry
         except RuntimeError as error:
-            raise CommunicationError(
-                f"rank {self.ranks[self.rank]} ({self.coordinates or 'no grid'}): {what} over {self.name} "
-                f"{list(self.ranks)} failed: {error}\nThe last operations of this rank:\n{RECORDER}"
-            ) from error
+            raise self._failure(f"{op} {entry.what}", error) from error
+
+    def _failure(self, what: str, error: RuntimeError) -> CommunicationError:
+        return CommunicationError(
+            f"rank {self.ranks[self.rank]} ({self.coordinates or 'no grid'}): {what} over {self.name} "
+            f"{list(self.ranks)} failed: {error}\nThe last operations of this rank:\n{RECORDER}"
+        )
 
     def _pending(
         self, entry: Entry, work: Any, result: Callable[[], Tensor], before: Callable[[], None] | None = None
     ) -> Pending:
         def finish() -> Tensor:
-            with self._explain(f"{entry.op} {entry.what}"):
+            try:
                 if before is not None:
                     before()
                 work.wait()
                 RECORDER.finish(entry)
                 return result()
+            except RuntimeError as error:
+                raise self._failure(f"{entry.op} {entry.what}", error) from error
 
         return Pending(finish)
 

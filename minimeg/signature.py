@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import groupby, zip_longest
 
 import torch
@@ -26,7 +27,15 @@ _DIGEST_BITS = 10
 
 def signature(shape: Sequence[int], dtype: torch.dtype) -> str:
     """E.g. ``"float32[64, 2, 16]"``."""
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+    return _spelled(tuple(shape), dtype)[0]
+
+
+@lru_cache(maxsize=256)
+def _spelled(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[str, int]:
+    """A signature and its digest, as a message's tag holds it. A run has few of them, but needs them several times a message."""
+    text = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+    digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
+    return text, int.from_bytes(digest, "big") >> (32 - _DIGEST_BITS)
 
 
 def wire_tag(shape: Sequence[int], dtype: torch.dtype, tag: int) -> int:
@@ -34,8 +43,7 @@ def wire_tag(shape: Sequence[int], dtype: torch.dtype, tag: int) -> int:
     sides. NCCL ignores tags."""
     if not 0 <= tag < 1 << (31 - _DIGEST_BITS):
         raise ValueError(f"tag must lie in 0..{(1 << (31 - _DIGEST_BITS)) - 1}, got {tag}")
-    digest = hashlib.blake2b(signature(shape, dtype).encode(), digest_size=4).digest()
-    return tag << _DIGEST_BITS | int.from_bytes(digest, "big") >> (32 - _DIGEST_BITS)
+    return tag << _DIGEST_BITS | _spelled(tuple(shape), dtype)[1]
 
 
 def packed(signatures: Sequence[str]) -> str:

@@ -171,7 +171,7 @@ def states_one_after_another() -> list[float]:
             sums.append((state.tp if t == 2 else state.pp).all_reduce(torch.tensor(1.0)).item())
             inside = len(dist.distributed_c10d._world.pg_map)
         assert len(dist.distributed_c10d._world.pg_map) < inside
-        with pytest.raises(ValueError, match=r"tp \[0, 1\] has no process group \(any more\)" if t == 2 else "pp"):
+        with pytest.raises(ValueError, match=r"tp \[0, 1\] has no process group" if t == 2 else "pp"):
             (state.tp if t == 2 else state.pp).all_reduce(torch.tensor(1.0))  # torch would take the group of all ranks
         state.destroy()  # again: nothing left
     dist.barrier()

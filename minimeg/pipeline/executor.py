@@ -126,6 +126,9 @@ class _Executor:
 
     def __post_init__(self) -> None:
         mine = self.schedule.ranks[self.group.rank]
+        # The virtual stages that the chunks are.
+        self.numbers = [self.schedule.virtual_stage(self.group.rank, chunk) for chunk in range(len(self.chunks))]
+        self.last_stage = self.schedule.virtual_stages - 1
         self.shapes = Shapes(self.chunks, self.microbatches)
         self.trains = any(action.kind == "B" for action in mine)
         self.device = next((p.device for chunk in self.chunks for p in chunk.parameters()), torch.device("cpu"))
@@ -260,25 +263,22 @@ class _Executor:
 
     def _hand_on(self, action: Action, message: Tensor, direction: int) -> None:
         """Towards the next virtual stage (+1, an activation) or the one before (-1, a gradient)."""
-        neighbour = self._virtual(action.chunk) + direction
+        neighbour = self.numbers[action.chunk] + direction
         if self.schedule.rank_of(neighbour) == self.group.rank:
             receiver = Action(action.kind, action.microbatch, self.schedule.chunk_of(neighbour))
             self.handed_over[receiver] = message
         else:
             self.outbox[action] = message
 
-    def _virtual(self, chunk: int) -> int:
-        return self.schedule.virtual_stage(self.group.rank, chunk)
-
     def _is_first(self, chunk: int) -> bool:
-        return self._virtual(chunk) == 0
+        return self.numbers[chunk] == 0
 
     def _is_last(self, chunk: int) -> bool:
-        return self._virtual(chunk) == self.schedule.stages * self.schedule.chunks - 1
+        return self.numbers[chunk] == self.last_stage
 
     def _loss_everywhere(self) -> Tensor:
         """The last stage knows the loss; logging and stopping must be decided alike on all."""
-        owner = self.schedule.rank_of(self.schedule.stages * self.schedule.chunks - 1)
+        owner = self.schedule.rank_of(self.last_stage)
         BOX.enter("loss")
         with phase("loss"):
             return self.group.broadcast(self.total, owner)

@@ -66,6 +66,7 @@ class Group:
         handle: the ``torch.distributed`` process group; None for a group of one rank.
         stage_through_host: copy GPU tensors to host memory and back (gloo, when ranks share a GPU).
         coordinates: this rank's place in the grid, for messages, e.g. ``"tp=1 dp=0 pp=2"``.
+        duplex: messages to and from a rank do not wait for each other (gloo); NCCL completes them in the order of issue.
         store: a TCPStore through which both ends of a message compare dtype and shape; None: not compared.
     """
 
@@ -75,6 +76,7 @@ class Group:
     handle: dist.ProcessGroup | None = None
     stage_through_host: bool = False
     coordinates: str = ""
+    duplex: bool = False
     store: Store | None = field(default=None, repr=False)
     _mailboxes: Mailboxes = field(default_factory=Mailboxes, init=False, repr=False)
 
@@ -175,11 +177,10 @@ class Group:
             dist.get_backend(self.handle) == "fake"
         ):  # a dry run: nobody answers, so the others are taken to say the same
             return [json.loads(encoded) for _ in self.ranks]
-        text = torch.tensor(list(encoded.encode()), dtype=torch.uint8)
         device = "cuda" if dist.get_backend(self.handle) == "nccl" else "cpu"
+        text = torch.tensor(list(encoded.encode()), dtype=torch.uint8, device=device)
         lengths = self.all_gather(torch.tensor([len(text)], device=device)).tolist()
-        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-        padded[: len(text)] = text.to(device)
+        padded = torch.nn.functional.pad(text, (0, max(lengths) - len(text)))
         texts = self.all_gather(padded).view(self.size, -1).cpu()
         return [json.loads(bytes(row[:length].tolist())) for row, length in zip(texts, lengths, strict=True)]
 
@@ -311,8 +312,7 @@ class Group:
     def _check_divisible(self, x: Tensor, dim: int, op: str) -> None:
         if x.dim() == 0 or x.shape[dim] % self.size:
             raise ValueError(
-                f"{op} over {self.name}: dimension {dim} of shape {list(x.shape)} must be a multiple of the group's "
-                f"{self.size} ranks"
+                f"{op} over {self.name}: dimension {dim} of {list(x.shape)} must be a multiple of the group's {self.size} ranks"
             )
 
 

@@ -159,6 +159,7 @@ def initialize_model_parallel(
     rank = dist.get_rank()
     used_backend = backend or dist.get_backend()
     stage = place.type == "cuda" and "nccl" not in used_backend
+    duplex = used_backend == "gloo"
     store = _message_store(used_backend, timeout)
     coordinates = " ".join(f"{axis}={at}" for axis, at in grid.coordinates(rank).items() if grid.sizes[axis] > 1)
 
@@ -169,7 +170,7 @@ def initialize_model_parallel(
                 made[ranks] = dist.new_group(list(ranks), timeout=timeout, backend=used_backend)
             if rank in ranks:
                 handle = made.get(ranks) if len(ranks) > 1 else None
-                found = Group(ranks, ranks.index(rank), name, handle, stage, coordinates, store)
+                found = Group(ranks, ranks.index(rank), name, handle, stage, coordinates, duplex, store)
         return found
 
     groups = {attribute: _present(mine(name, grid.groups(name))) for attribute, name in AXES.items()}

@@ -42,10 +42,10 @@ _PHASES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 
 @lru_cache(maxsize=64)
-def _proven_plan(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
+def _proven_plan(schedule: Schedule, duplex: bool) -> tuple[tuple[Step, ...], ...]:
     """Nothing is executed unproven."""
     prove(schedule)
-    return plan(schedule)
+    return plan(schedule, duplex)
 
 
 def run(
@@ -76,7 +76,7 @@ def run(
         ScheduleError: the schedule is not proven; nothing has been sent.
         ValueError: sizes that do not fit, all faults in one message; nothing has been sent.
     """
-    steps = _proven_plan(schedule)
+    steps = _proven_plan(schedule, group.duplex)
     reduces = on_gradients_ready is not None or before_last_backward is not None
     check(schedule, chunks, microbatches, group, normaliser, learning_rate, reduces)
     stashes: list[Stash] = []

@@ -83,13 +83,16 @@ class Free:
 Step = Recv | Run | Send | Free
 
 
-def plan(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
+def plan(schedule: Schedule, duplex: bool = False) -> tuple[tuple[Step, ...], ...]:
     """Per rank the steps that an executor carries out.
+
+    Args:
+        duplex: the transport lets messages to and from a rank pass each other, as gloo does; see ``posting.py``.
 
     Raises:
         ScheduleError: the schedule is incomplete, or ranks wait for each other in a circle.
     """
-    messages = Messages(schedule)
+    messages = Messages(schedule, duplex)
     transfers = [_transfer(messages, place) for place in range(len(messages.producers))]
     covered = known_uses(messages)
     return tuple(tuple(_steps(messages, transfers, rank, covered[rank])) for rank in range(schedule.stages))

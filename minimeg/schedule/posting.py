@@ -6,6 +6,10 @@ Whatever its two ranks still wait for stands earlier in their lists, so it is ea
 and the transfer completes. That needs no tags and nothing about real times. It holds for gloo, where a send waits for its receive, and
 for NCCL, where messages between two ranks complete in the order in which they were issued.
 
+The price: where an activation and a gradient cross, one of the two receives is posted only after the send before it, directly before it
+is needed. gloo is *duplex*: a message to a rank never waits for one from it. There each direction keeps its own order, a receive need
+not wait for a send, and all of them stand two actions ahead. (The argument above holds for each direction by itself.)
+
 (Blocking sends in the order of 1F1B deadlock on nearly every configuration: see the deadlock lab in ``notebooks/06_pipelines.ipynb``.)
 
 See the posts: ``python -c "from minimeg.schedule import *; print(*plan(one_f_one_b(2, 2))[0], sep='\\n')"``.
@@ -13,6 +17,7 @@ See the posts: ``python -c "from minimeg.schedule import *; print(*plan(one_f_on
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import NamedTuple
 
 from minimeg.schedule.actions import Schedule
@@ -26,7 +31,8 @@ class Posts(NamedTuple):
 
     Attributes:
         transfers: places in the global order, ascending.
-        slots: beside each, before which of the rank's actions it is posted; the number of actions: after the last.
+        slots: beside each, before which of the rank's actions it is posted; the number of actions: after the last. Ascending, or
+            where duplex, ascending among the sends and among the receives.
     """
 
     transfers: list[int]
@@ -36,13 +42,17 @@ class Posts(NamedTuple):
 class Messages:
     """All transfers of a schedule in the global order, and where each rank posts its ends. ``plan`` and ``prove`` share it.
 
+    Args:
+        duplex: of the transport; see above.
+
     Attributes:
         producers, consumers: by place in the order, numbers of actions (see ``Dependencies``).
         sources, destinations: by place in the order, ranks.
         posts: per rank.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, duplex: bool = False) -> None:
+        self.duplex = duplex
         self.graph = graph = Dependencies(schedule)
         self.end = unit_times(graph)
         crossing = [
@@ -65,7 +75,7 @@ class Messages:
 
     def _place(self, rank: int, mine: list[int]) -> Posts:
         """A send stands directly after its action. A receive stands two actions ahead of its use, but no later than the post after
-        it in the order, which it would hold up, and no earlier than the send before it.
+        it in the order, which it would hold up, and no earlier than the send before it. Duplex: sends do not count for receives.
 
         There is always room: a transfer that comes before another in the order is ready before the other is used.
         """
@@ -74,9 +84,12 @@ class Messages:
             position[self.producers[place]] + 1 if is_send else max(0, position[self.consumers[place]] - _AHEAD)
             for place, is_send in zip(mine, sends, strict=True)
         ]
-        for i in range(len(mine) - 2, -1, -1):
+        latest = len(position)
+        for i in reversed(range(len(mine))):
             if not sends[i]:
-                slots[i] = min(slots[i], slots[i + 1])
-        for i in range(1, len(mine)):
-            slots[i] = max(slots[i], slots[i - 1])
+                slots[i] = latest = min(slots[i], latest)
+            elif not self.duplex:
+                latest = slots[i]
+        if not self.duplex:
+            slots = list(accumulate(slots, max))
         return Posts(mine, slots)

@@ -83,12 +83,16 @@ def test_every_action_gets_what_its_neighbour_made(seed):
                 assert transfer.kind == {"F": "activation", "B": "gradient"}[action.kind]
 
 
-@pytest.mark.parametrize("serial", [False, True], ids=["pairs-in-order", "ranks-in-order"])
+@pytest.mark.parametrize(
+    ("serial", "duplex"),
+    [(False, False), (True, False), (False, True)],
+    ids=["pairs-in-order", "ranks-in-order", "directions-in-order"],
+)
 @pytest.mark.parametrize("seed", range(6))
-def test_no_deadlock_and_no_free_that_blocks(seed, serial):
+def test_no_deadlock_and_no_free_that_blocks(seed, serial, duplex):
     """Sends wait for receives, there are no tags, and ranks and actions differ in speed by a thousand."""
     for i, schedule in enumerate(sample(200 + seed, 40)):
-        outcome = execute(plan(schedule), seed=1000 * seed + i, serial=serial)
+        outcome = execute(plan(schedule, duplex), seed=1000 * seed + i, serial=serial)
         assert not outcome.deadlock
         assert not outcome.crossed
         assert tuple(map(tuple, outcome.log)) == schedule.ranks
@@ -125,6 +129,32 @@ def test_receives_are_not_posted_long_before_they_are_used():
                     elif isinstance(step, Run) and step.action in needed:
                         waiting -= 1
                 assert most <= p + 1
+
+
+def test_where_messages_pass_each_other_every_receive_stands_two_actions_ahead():
+    """And no later because of another receive. On a transport that keeps one order half of them would stand directly before use."""
+    late = 0
+    for schedule in (one_f_one_b(4, 8), zero_bubble_h1(4, 8), interleaved(4, 8, 2)):
+        for ordered, duplex in zip(plan(schedule), plan(schedule, duplex=True), strict=True):
+            for row in (ordered, duplex):
+                runs = [step.action for step in row if isinstance(step, Run)]
+                at = {
+                    step.transfer: sum(isinstance(s, Run) for s in row[:i])
+                    for i, step in enumerate(row)
+                    if isinstance(step, Recv)
+                }
+                ahead = [runs.index(transfer.consumer) - slot for transfer, slot in at.items()]
+                if row is duplex:
+                    assert all(gap >= min(2, runs.index(t.consumer)) for gap, t in zip(ahead, at, strict=True))
+                else:
+                    late += ahead.count(0)
+    assert late > 50
+
+
+def test_a_duplex_plan_hangs_where_all_messages_keep_one_order():
+    """Which is why NCCL gets the other one."""
+    assert execute(plan(one_f_one_b(2, 3), duplex=True), seed=0, serial=True).deadlock
+    assert not execute(plan(one_f_one_b(2, 3)), seed=0, serial=True).deadlock
 
 
 def text(step):

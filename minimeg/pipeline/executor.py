@@ -34,7 +34,7 @@ from minimeg.pipeline.interface import Result, check
 from minimeg.pipeline.recorder import Recorder
 from minimeg.pipeline.shapes import Shapes
 from minimeg.pipeline.stash import Stash
-from minimeg.schedule import Action, Schedule, Transfer, plan, prove
+from minimeg.schedule import Action, Schedule, plan, prove
 from minimeg.schedule.messages import Free, Recv, Run, Send, Step
 
 Slot = tuple[int, int]  # (chunk, micro-batch)
@@ -117,7 +117,7 @@ class _Executor:
     receives: dict[Action, Pending] = field(default_factory=dict)  # by the action that will use the message
     handed_over: dict[Action, Tensor] = field(default_factory=dict)  # the same, between chunks of this rank
     outbox: dict[Action, Tensor] = field(default_factory=dict)  # by the action that produced the message
-    sends: dict[Transfer, Pending] = field(default_factory=dict)
+    sends: dict[int, Pending] = field(default_factory=dict)  # by the transfer's tag
     inputs: dict[Slot, Tensor] = field(default_factory=dict)
     roots: dict[Slot, GradientEdge | None] = field(default_factory=dict)
     in_flight: set[Slot] = field(default_factory=set)
@@ -140,7 +140,7 @@ class _Executor:
     def run(self, steps: Sequence[Step]) -> Result:
         self._attach(self.stores or [None] * len(self.chunks))
         try:
-            with self.group.agreed(*self.shapes.signatures(steps)):
+            with self.group.agreed(*self.shapes.signatures(steps)), torch.set_grad_enabled(self.trains):
                 for step in steps:
                     self._carry_out(step)
         finally:
@@ -178,10 +178,10 @@ class _Executor:
             case Send(transfer):
                 message = self.outbox.pop(transfer.producer)
                 self.shapes.require_promised(transfer.producer, message)
-                self.sends[transfer] = self.group.isend(message, transfer.destination, transfer.tag)
+                self.sends[transfer.tag] = self.group.isend(message, transfer.destination, transfer.tag)
                 self.peak_sends = max(self.peak_sends, len(self.sends))
             case Free(transfer):
-                self.sends.pop(transfer).wait()
+                self.sends.pop(transfer.tag).wait()
 
     def _run(self, action: Action) -> None:
         message = self._take(action)  # waiting is no part of the action: a recorded timeline shows it as idle
@@ -196,16 +196,15 @@ class _Executor:
 
     def _forward(self, action: Action, x: Tensor | None) -> None:
         slot, microbatch = (action.chunk, action.microbatch), self.microbatches[action.microbatch]
-        with torch.set_grad_enabled(self.trains):
-            if x is not None and self.trains:
-                self.inputs[slot] = x.requires_grad_()
-            if self.stashes:
-                output = self.stashes[action.chunk].forward(action.microbatch, x, microbatch)
-            else:
-                output = self.chunks[action.chunk](x, microbatch)
-            if self._is_last(action.chunk):
-                output = self.loss(output, microbatch) / self.normaliser  # the logits are dropped here
-                self.total += output.detach()
+        if x is not None and self.trains:
+            self.inputs[slot] = x.requires_grad_()
+        if self.stashes:
+            output = self.stashes[action.chunk].forward(action.microbatch, x, microbatch)
+        else:
+            output = self.chunks[action.chunk](x, microbatch)
+        if self._is_last(action.chunk):
+            output = self.loss(output, microbatch) / self.normaliser  # the logits are dropped here
+            self.total += output.detach()
         if self.trains:
             # Only the edge is kept. A frozen stage has none: nothing behind it wants a gradient.
             self.roots[slot] = get_gradient_edge(output) if output.requires_grad else None

@@ -110,6 +110,8 @@ def _steps(messages: Messages, transfers: list[Transfer], rank: int, covered: di
     known = {place for places in covered.values() for place in places}
     unknown: deque[int] = deque()  # sent, and freed without knowing: oldest first
     for slot, number in enumerate([*graph.rows[rank], None]):
+        if messages.duplex:
+            at[slot].sort(key=lambda place: messages.sources[place] != rank)  # somebody may be waiting for what is sent
         for place in at[slot]:
             if messages.sources[place] != rank:
                 yield Recv(transfers[place])
@@ -119,10 +121,10 @@ def _steps(messages: Messages, transfers: list[Transfer], rank: int, covered: di
                 unknown.append(place)
             if graph.kinds == "F" and len(unknown) > _SENDS_KEPT:
                 yield Free(transfers[unknown.popleft()])
+        for place in covered.get(slot - 1, ()):
+            yield Free(transfers[place])
         if number is not None:
             yield Run(graph.action(number))
-            for place in covered.get(slot, ()):
-                yield Free(transfers[place])
     for place in unknown:
         yield Free(transfers[place])
 

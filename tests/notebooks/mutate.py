@@ -54,6 +54,17 @@ PACKAGE = [
     ("data_parallel.py", "if bucket.partial:", "if False:"),
     ("models/transformer.py", "return x + self._dropout(plan", "return 2 * x + self._dropout(plan"),
     ("optimizer.py", "self.update.step()", "pass"),
+    ("schedule/orders.py", "warmup = min(stages - rank - 1, microbatches)", "warmup = min(stages - rank, microbatches)"),
+    ("schedule/orders.py", "(row,) * stages)", "(row[:-2] + row[:-3:-1],) * stages)"),
+    ("schedule/orders.py", "min(2 * (stages - rank - 1) +", "min(stages - rank - 1 +"),
+    ("schedule/dependencies.py", "clock += costs[number % stride // m]", "clock += 1 + costs[number % stride // m]"),
+    ("schedule/timeline.py", "(max(self.stage_spans) - ideal) / ideal", "(max(self.stage_spans) - ideal) / cost"),
+    ("schedule/timeline.py", "peak = max(peak, held)", "peak = max(peak, held + 1)"),
+    ("schedule/messages.py", "yield Send(transfers[place])", "yield from [Send(transfers[place])] * 2"),
+    ("schedule/posting.py", "+ pair[0])", "- pair[0])"),
+    ("pipeline/executor.py", "self.actions.append(action)", "self.actions.insert(0, action)"),
+    ("pipeline/executor.py", "max(self.peak_in_flight, len(self.in_flight))", "max(self.peak_in_flight, 5)"),
+    ("pipeline/executor.py", "/ self.normaliser", "/ self.normaliser * 1.5"),
 ]  # fmt: skip
 
 

@@ -121,10 +121,10 @@ def _steps(messages: Messages, transfers: list[Transfer], rank: int, covered: di
                 unknown.append(place)
             if graph.kinds == "F" and len(unknown) > _SENDS_KEPT:
                 yield Free(transfers[unknown.popleft()])
-        for place in covered.get(slot - 1, ()):
-            yield Free(transfers[place])
         if number is not None:
             yield Run(graph.action(number))
+            for place in covered.get(slot, ()):
+                yield Free(transfers[place])
     for place in unknown:
         yield Free(transfers[place])
 

@@ -54,7 +54,10 @@ def faults(cells: list[Cell]) -> list[str]:
             found.append(f"{where}: something is stored that went to the error stream")
         if speaks(cell) and not cell.outputs:
             found.append(f"{where}: no output is stored")
-        found += [f"{where}: {fault}" for fault in volatile(cell.printed)]
+        if (
+            "nbval-ignore-output" not in cell.tags
+        ):  # a measured timeline, under which everybody's machine will have its own times
+            found += [f"{where}: {fault}" for fault in volatile(cell.printed)]
     return found
 
 

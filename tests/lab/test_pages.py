@@ -11,9 +11,11 @@ from minimeg.lab import pages, widgets
 from minimeg.lab.drawings.bars import bars
 from minimeg.lab.drawings.chart import line_chart
 from minimeg.lab.drawings.cross_entropy import cross_entropy
+from minimeg.lab.drawings.interleaving import loop, sweep
 from minimeg.lab.drawings.mappings import f_and_g
 from minimeg.lab.drawings.ribbon import ribbon
 from minimeg.lab.drawings.sharding import columns_then_rows, rows_first
+from minimeg.lab.drawings.waiting import ring_of_two
 from minimeg.lab.pages import memory_page, rank_page, schedule_page, sharding_page
 from minimeg.schedule import NAMES
 
@@ -25,6 +27,9 @@ PICTURES = {
     "cross entropy": cross_entropy(),
     "other logits": cross_entropy([0.5, 2.0, 1.0, 0.2], target=1),
     "ribbon": ribbon(2),
+    "deadlock": ring_of_two(["send F1", "send B0"], ["until it receives", "until it receives"]),
+    **{f"loop {n}": loop(4, n) for n in (1, 2, 3, 4)},
+    "sweep": sweep({"free": [None, 156, 57], "latency 1/4": [None, 176, 64.5]}, ["e=-1", "k=0", "k=1"], "slots"),
     "bars": bars({"a": 1, "b": 0}, title="t", sentence="One bar is long and one is not there."),
     **{f"columns {t}": columns_then_rows(t) for t in (1, 2, 4)},
     "rows": rows_first(),
@@ -64,6 +69,20 @@ def test_f_and_g_shows_the_numbers_of_the_specimen():
     assert "dy/dx = 10" in shown
     numbers = [word for word in shown if word in "1234"]
     assert "".join(numbers) == "1111" + "1" + "1234" + "1234" + "1111" + "1"  # f, g; then backward: f, g
+
+
+def test_the_loop_puts_virtual_stage_c_times_p_plus_r_on_rank_r():
+    shown = words(loop(3, 2))
+    assert [word for word in shown if word.startswith("chunk")] == [
+        f"chunk {chunk}: stage {3 * chunk + rank}" for chunk in (0, 1) for rank in range(3)
+    ]
+
+
+def test_the_sweep_frames_the_fastest_of_each_row_and_says_stuck_in_words():
+    table = {"free": [None, 156, 57, 57], "one exchange": [None, None, 79, 57]}
+    svg = sweep(table, ["e=-1", "k=0", "k=1", "k=2"], "slots")
+    assert words(svg)[5:] == ["free", "stuck", "156", "57", "57", "one exchange", "stuck", "stuck", "79", "57"]
+    assert svg.count('font-weight="bold"') == 1 + 3
 
 
 def test_the_stepper_multiplies_rightly():

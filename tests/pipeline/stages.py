@@ -181,6 +181,8 @@ class Watched(Group):
         return super().irecv(shape, dtype, src, 0 if self.one_tag else tag, device)
 
 
-def watched(group: Group, one_tag: bool = False) -> Watched:
+def watched(group: Group, one_tag: bool = False, in_order: bool = False) -> Watched:
+    """``in_order``: as if it were no duplex transport, so that the messages go in the one global order, as over NCCL."""
     names = ("ranks", "rank", "name", "handle", "stage_through_host", "coordinates", "store")
-    return Watched(**{name: getattr(group, name) for name in names}, one_tag=one_tag)
+    duplex = group.duplex and not in_order
+    return Watched(**{name: getattr(group, name) for name in names}, duplex=duplex, one_tag=one_tag)

@@ -51,10 +51,15 @@ def most_sends(schedule: Schedule) -> float:
 
 
 def execute(
-    schedule: Schedule, pp: Group, one_tag: bool = False, unequal: bool = False, shape: str = "plain"
+    schedule: Schedule,
+    pp: Group,
+    one_tag: bool = False,
+    in_order: bool = False,
+    unequal: bool = False,
+    shape: str = "plain",
 ) -> list[str]:
     """Run a schedule and say what is not as it should be, on this rank."""
-    live, group, recorder = Live(), watched(pp, one_tag), Recorder()
+    live, group, recorder = Live(), watched(pp, one_tag, in_order), Recorder()
     chunks = chunks_of(schedule, group.rank, live, shape)
     batch = samples(schedule.microbatches, unequal)
     begun: list[tuple[int, int]] = []  # (chunk, actions before it)
@@ -116,16 +121,18 @@ def execute_all(todo: list[Schedule], **how: Any) -> list[str]:
     return [fault for schedule in todo for fault in execute(schedule, pp, **how)]
 
 
+@pytest.mark.parametrize("in_order", [False, True], ids=["duplex", "one order"])
 @pytest.mark.parametrize("p", [2, 3, 4])
-def test_every_schedule_equals_one_process_to_the_bit(run_on_ranks: Any, p: int) -> None:
+def test_every_schedule_equals_one_process_to_the_bit(run_on_ranks: Any, p: int, in_order: bool) -> None:
     """CASES 23, 24, 30, 53: m < p, no deadlock, every m, and held is exactly what was proven."""
-    assert run_on_ranks(p, execute_all, schedules(p), timeout=120) == [[]] * p
+    assert run_on_ranks(p, execute_all, schedules(p), in_order=in_order, timeout=120) == [[]] * p
 
 
-def test_two_ranks_need_no_tags(run_on_ranks: Any) -> None:
+@pytest.mark.parametrize("in_order", [False, True], ids=["duplex", "one order"])
+def test_two_ranks_need_no_tags(run_on_ranks: Any, in_order: bool) -> None:
     """With p = 2 the next rank and the one before are the same: only the order of messages tells the directions apart."""
     todo = schedules(2) + [build("forward-only", 2, 5, chunks=n) for n in (1, 2, 3)]
-    assert run_on_ranks(2, execute_all, todo, one_tag=True, timeout=120) == [[]] * 2
+    assert run_on_ranks(2, execute_all, todo, one_tag=True, in_order=in_order, timeout=120) == [[]] * 2
 
 
 @pytest.mark.parametrize("p", [2, 3, 4])

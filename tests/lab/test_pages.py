@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from minimeg.lab import pages, widgets
+from minimeg.lab.drawings.agreement import agreement
 from minimeg.lab.drawings.bars import bars
 from minimeg.lab.drawings.chart import line_chart
 from minimeg.lab.drawings.cross_entropy import cross_entropy
@@ -24,6 +25,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 PICTURES = {
     "f and g": f_and_g(),
     "chart": line_chart({"a": [4.0, 3, 2.5], "b": [4.0, 3, 2.5]}, title="t", sentence="Two curves lie on each other."),
+    "agreement": agreement([4.0, 3, 2.5], {"a": [4.0, 3, 2.5 + 1e-13], "b": [4.0, 3, 9.0]}, title="t"),
     "cross entropy": cross_entropy(),
     "other logits": cross_entropy([0.5, 2.0, 1.0, 0.2], target=1),
     "ribbon": ribbon(2),
@@ -69,6 +71,26 @@ def test_f_and_g_shows_the_numbers_of_the_specimen():
     assert "dy/dx = 10" in shown
     numbers = [word for word in shown if word in "1234"]
     assert "".join(numbers) == "1111" + "1" + "1234" + "1234" + "1111" + "1"  # f, g; then backward: f, g
+
+
+def test_agreement_shows_differences_by_powers_of_ten_and_what_is_equal_on_a_line_of_its_own():
+    others = {"equal": [4.0, 3, 2], "off": [4.0, 3 + 2.0**-45, 2]}  # 2.8e-14: once, between two lines
+    svg = agreement([4.0, 3, 2], others, title="t")
+    lines = {
+        text: float(node.attrib["y"]) - 4
+        for node in ElementTree.fromstring(svg).iter(f"{SVG}text")
+        if (text := "".join(node.itertext())).startswith("1e-")
+    }
+    legend = 1
+    circles = [float(node.attrib["cy"]) for node in ElementTree.fromstring(svg).iter(f"{SVG}circle")][legend:]
+    (low,) = set(circles)
+    assert low > lines["1e-16"]
+    squares = [node.attrib["d"].split("m")[0] for node in ElementTree.fromstring(svg).iter(f"{SVG}path")][legend:]
+    (high,) = {float(square.split()[1]) for square in squares} - {low}
+    assert lines["1e-13"] < high < lines["1e-14"]
+    assert "at most 1e-13" in svg
+    with pytest.raises(ValueError, match=r"up to 5 curves of 2 values like the first, got \{'long': 3\}"):
+        agreement([1.0, 2.0], {"long": [1.0, 2, 3]}, title="t")
 
 
 def test_the_loop_puts_virtual_stage_c_times_p_plus_r_on_rank_r():

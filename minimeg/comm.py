@@ -311,9 +311,8 @@ class Group:
 
     def _check_divisible(self, x: Tensor, dim: int, op: str) -> None:
         if x.dim() == 0 or x.shape[dim] % self.size:
-            raise ValueError(
-                f"{op} over {self.name}: dimension {dim} of {list(x.shape)} must be a multiple of the group's {self.size} ranks"
-            )
+            what = f"{op} over {self.name}: dimension {dim} of shape {list(x.shape)}"
+            raise ValueError(f"{what} must be a multiple of the group's {self.size} ranks")
 
 
 def _bytes(x: Tensor) -> int:

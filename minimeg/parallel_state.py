@@ -159,7 +159,7 @@ def initialize_model_parallel(
     rank = dist.get_rank()
     used_backend = backend or dist.get_backend()
     stage = place.type == "cuda" and "nccl" not in used_backend
-    duplex = used_backend == "gloo"
+    duplex = "nccl" not in used_backend
     store = _message_store(used_backend, timeout)
     coordinates = " ".join(f"{axis}={at}" for axis, at in grid.coordinates(rank).items() if grid.sizes[axis] > 1)
 

@@ -11,7 +11,7 @@ from minimeg.schedule import Action, Timeline
 from minimeg.svg import BLUE, IDLE, INK, ORANGE, QUIET, WHITE, WIDTH, element, picture, text
 
 WRONG, RIGHT = "#D55E00", "#009E73"
-LEFT, ROW, HEIGHT, LABEL = 170, 40, 22, 44
+LEFT, ROW, HEIGHT, LABEL = 200, 40, 22, 44
 Rule = Callable[[Sequence[Action], int], bool]
 
 
@@ -28,7 +28,7 @@ def flags(line: Timeline, rules: Mapping[str, Rule], right: str) -> str:
         parts.append(text(name, font_weight="bold", x=14, y=y + ROW))
         for rank, row in enumerate(rows):
             top = y + rank * ROW
-            parts.append(text(f"r{rank}", fill=QUIET, text_anchor="end", x=LEFT - 10, y=top + 16))
+            parts.append(text(f"stage {rank}", fill=QUIET, text_anchor="end", x=LEFT - 10, y=top + 16))
             parts.append(element("rect", fill=IDLE, height=HEIGHT, width=round(line.makespan * unit), x=LEFT, y=top))
             for place, span in enumerate(line.spans[rank]):
                 x, end = LEFT + round(span.start * unit), LEFT + round(span.end * unit)

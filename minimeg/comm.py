@@ -173,9 +173,8 @@ class Group:
         encoded = json.dumps(value)
         if self.size == 1:
             return [json.loads(encoded)]
-        if (
-            dist.get_backend(self.handle) == "fake"
-        ):  # a dry run: nobody answers, so the others are taken to say the same
+        # A dry run: nobody answers, so the others are taken to say the same.
+        if dist.get_backend(self.handle) == "fake":
             return [json.loads(encoded) for _ in self.ranks]
         device = "cuda" if dist.get_backend(self.handle) == "nccl" else "cpu"
         text = torch.tensor(list(encoded.encode()), dtype=torch.uint8, device=device)

@@ -8,7 +8,9 @@ for NCCL, where messages between two ranks complete in the order in which they w
 
 The price: where an activation and a gradient cross, one of the two receives is posted only after the send before it, directly before it
 is needed. gloo is *duplex*: a message to a rank never waits for one from it. There each direction keeps its own order, a receive need
-not wait for a send, and all of them stand two actions ahead. (The argument above holds for each direction by itself.)
+not wait for a send, and all of them stand two actions ahead. No rank then ever waits but for a message that its sender has not made yet
+(posting is not waiting, receives are posted before use, and a Free stands where the receiver has used the message), and ``prove`` has
+shown that those waits form no circle. Where nothing comes back, in a forward-only schedule, a Free does wait; it keeps the one order.
 
 (Blocking sends in the order of 1F1B deadlock on nearly every configuration: see the deadlock lab in ``notebooks/06_pipelines.ipynb``.)
 
@@ -52,8 +54,8 @@ class Messages:
     """
 
     def __init__(self, schedule: Schedule, duplex: bool = False) -> None:
-        self.duplex = duplex
         self.graph = graph = Dependencies(schedule)
+        self.duplex = duplex and graph.kinds != "F"
         self.end = unit_times(graph)
         crossing = [
             (need, number)

@@ -12,15 +12,32 @@ from minimeg.lab.drawings.agreement import agreement
 from minimeg.lab.drawings.bars import bars
 from minimeg.lab.drawings.chart import line_chart
 from minimeg.lab.drawings.cross_entropy import cross_entropy
+from minimeg.lab.drawings.flags import flags
 from minimeg.lab.drawings.interleaving import loop, sweep
 from minimeg.lab.drawings.mappings import f_and_g
 from minimeg.lab.drawings.ribbon import ribbon
 from minimeg.lab.drawings.sharding import columns_then_rows, rows_first
+from minimeg.lab.drawings.versions import most_alive, version_strips
 from minimeg.lab.drawings.waiting import ring_of_two
 from minimeg.lab.pages import memory_page, rank_page, schedule_page, sharding_page
-from minimeg.schedule import NAMES
+from minimeg.schedule import NAMES, one_f_one_b, pipedream, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
+
+
+def version_of(row, at):
+    """Of PipeDream: a forward takes the newest, its backward the same."""
+    forward = next(i for i, action in enumerate(row) if (action.kind, action.microbatch) == ("F", row[at].microbatch))
+    return sum(action.kind == "B" for action in row[:forward])
+
+
+def last_backward(row, at):
+    return at == len(row) - 1
+
+
+LINE = simulate(pipedream(4, 8))
+VERSIONS = {(0, r, a): version_of(row, at) for r, row in enumerate(LINE.schedule.ranks) for at, a in enumerate(row)}
+PIPEDREAM = ("PipeDream", [LINE], VERSIONS)
 
 PICTURES = {
     "f and g": f_and_g(),
@@ -29,6 +46,8 @@ PICTURES = {
     "cross entropy": cross_entropy(),
     "other logits": cross_entropy([0.5, 2.0, 1.0, 0.2], target=1),
     "ribbon": ribbon(2),
+    "versions": version_strips([PIPEDREAM]),
+    "flags": flags(simulate(one_f_one_b(2, 2)), {"every": lambda row, at: True, "last": last_backward}, right="last"),
     "deadlock": ring_of_two(["send F1", "send B0"], ["until it receives", "until it receives"]),
     **{f"loop {n}": loop(4, n) for n in (1, 2, 3, 4)},
     "sweep": sweep({"free": [None, 156, 57], "latency 1/4": [None, 176, 64.5]}, ["e=-1", "k=0", "k=1"], "slots"),
@@ -63,6 +82,21 @@ def test_pictures_are_well_formed_described_and_inside_their_frame(svg):
             ("y2", height),
         ):
             assert 0 <= float(node.attrib.get(attribute, 0)) <= limit, ElementTree.tostring(node)
+
+
+def test_version_strips_show_each_version_and_count_those_in_use():
+    assert most_alive(VERSIONS) == 4
+    assert most_alive({key: version for key, version in VERSIONS.items() if key[1] == 2}) == 2
+    assert most_alive(dict.fromkeys(VERSIONS, 7)) == 1
+    numbers = [int(word) for word in words(version_strips([PIPEDREAM])) if word.isdigit()]
+    assert sorted(numbers) == sorted(VERSIONS.values())
+
+
+def test_flags_stand_behind_backwards_only_and_the_wrong_ones_are_dashed():
+    root = ElementTree.fromstring(PICTURES["flags"])
+    poles = [line.attrib.get("stroke-dasharray") for line in root.iter(f"{SVG}line")]
+    assert poles.count(None) == 4  # the last backward of two stages, under both rules
+    assert len(poles) == 6  # "every" puts two more, behind the first backwards
 
 
 def test_f_and_g_shows_the_numbers_of_the_specimen():

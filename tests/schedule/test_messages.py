@@ -151,6 +151,13 @@ def test_where_messages_pass_each_other_every_receive_stands_two_actions_ahead()
     assert late > 50
 
 
+def test_a_forward_only_schedule_keeps_the_one_order_on_every_transport():
+    """Its Frees wait for the receiver; that they end is shown for that order only."""
+    for chunks, placement in ((1, "loop"), (2, "loop"), (2, "v")):
+        schedule = forward_only(4, 9, chunks, placement)
+        assert plan(schedule, duplex=True) == plan(schedule)
+
+
 def test_a_duplex_plan_hangs_where_all_messages_keep_one_order():
     """Which is why NCCL gets the other one."""
     assert execute(plan(one_f_one_b(2, 3), duplex=True), seed=0, serial=True).deadlock

@@ -41,26 +41,24 @@ def version_strips(panels: Sequence[Panel]) -> str:
             parts += _blocks(lines, versions, rank, top, unit)
         parts.append(text(f"{number(total)} slots", fill=QUIET, x=LEFT, y=y + 22 + stages * ROW))
         y += 8 + stages * ROW + 44
-    sentence = "; ".join(
-        f"{name}: {number(sum(line.makespan for line in lines))} slots, at most {most_alive(versions)} versions on a rank"
+    sentence = "Versions of the weights. " + "; ".join(
+        f"{name}: {number(sum(line.makespan for line in lines))} slots, {most_alive(versions)} at most in use at once on a rank"
         for name, lines, versions in panels
     )
     return picture(y - 16, "The weight versions that each action uses", sentence + ".", *parts)
 
 
 def most_alive(versions: Mapping[tuple[int, int, Action], int]) -> int:
-    """The most versions that one rank needs at once: from that of the oldest micro-batch in flight to the newest."""
+    """The most versions that the micro-batches in flight on one rank use at once. ``versions`` in the order of each rank's actions."""
     most = 1
-    for rank in {rank for _, rank, _ in versions}:
-        held: dict[int, int] = {}
-        for (_, where, action), version in versions.items():
-            if where != rank:
-                continue
-            if action.kind == "F":
-                held[action.microbatch] = version
+    in_flight: dict[int, dict[int, int]] = {}  # rank -> {micro-batch: version}
+    for (_, rank, action), version in versions.items():
+        held = in_flight.setdefault(rank, {})
+        if action.kind == "F":
+            held[action.microbatch] = version
             most = max(most, len(set(held.values())))
-            if action.kind == "B":
-                held.pop(action.microbatch, None)
+        else:
+            held.pop(action.microbatch)
     return most
 
 
